@@ -1,0 +1,67 @@
+"""The subject: the thing under test, behind one protocol. vLLM is imported in this package and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from cases.batch import Batch
+    from cases.case import Entry, MoECase
+    from cases.checkpoint import Checkpoint
+
+
+class SubjectError(Exception):
+    """vLLM raised. ``detail`` keeps its type and text verbatim; ``refused`` is True for a reasoned refusal."""
+
+    def __init__(self, detail: str, *, refused: bool = False) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.refused = refused
+
+
+class LoadFailed(SubjectError):
+    """Raised by ``Subject.load``."""
+
+
+class RunFailed(SubjectError):
+    """Raised by ``Subject.run``."""
+
+
+class SubjectUnavailable(Exception):
+    """The subject cannot be driven here; the sentence says what was looked for and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A loaded layer. ``handle`` belongs to the subject; nobody else looks inside."""
+
+    handle: object
+    quant_method: str  # class name, "UnquantizedFusedMoEMethod"
+    experts_class: str  # class that will run, "TritonExperts"; "fused_experts" for the legacy function
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)  # as process_weights_after_loading left them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """What one forward produced and which code produced it."""
+
+    output: torch.Tensor  # [M, H] on the CPU, hidden dtype
+    experts_class: str  # class whose apply really ran
+    gemm_dtypes: tuple[str, ...]  # dtype of A entering each GEMM, in order, e.g. ("float8_e4m3fn", "float8_e4m3fn")
+
+
+class Subject(Protocol):
+    """Two verbs. Each takes and returns plain values and leaves no state behind (dtype, device, config, environment)."""
+
+    name: str  # "vllm 0.33.0 (interpreter)", "fake"
+
+    def load(self, case: MoECase, entry: Entry, checkpoint: Checkpoint) -> Loaded:
+        """Build the layer and load ``checkpoint``. Raises LoadFailed or SubjectUnavailable."""
+        ...
+
+    def run(self, loaded: Loaded, batch: Batch) -> Ran:
+        """One forward. Raises RunFailed."""
+        ...

@@ -1,0 +1,44 @@
+"""Outcomes and verdicts: plain data, no tensors, ready to be written as one JSON line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Outcome(StrEnum):
+    """How one (case, entry, backend) ended. Closed: nothing else exists."""
+
+    PASS = "PASS"
+    MISMATCH = "MISMATCH"  # outside the derived bound
+    NOT_IDENTICAL = "NOT_IDENTICAL"  # an exact claim broken
+    NONDETERMINISTIC = "NONDETERMINISTIC"  # two runs differ
+    LOAD_ERROR = "LOAD_ERROR"
+    RUN_ERROR = "RUN_ERROR"
+    UNSUPPORTED = "UNSUPPORTED"  # declared in harness/backends.py and refused by vLLM with its reason
+    UNAVAILABLE = "UNAVAILABLE"  # this machine or this vLLM cannot be driven: what was looked for is said
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultFit:
+    """How well one fault of faults.py explains a mismatch."""
+
+    fault: str
+    experts: tuple[int, ...]  # experts it explains; empty: all
+    residual: float  # |actual - faulty expected| over |actual - expected|, 2-norms; 0 explains everything
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The judgement of one pair."""
+
+    outcome: Outcome
+    claim: str  # one sentence: what was claimed and does or does not hold
+    margin: float | None = None  # worst error / allowed; 1 is the edge; None where nothing was compared
+    worst: dict[str, object] = field(default_factory=dict)  # index, actual, expected, low, high
+    spread: dict[str, object] = field(default_factory=dict)  # counts of bad elements, rows, columns
+    pattern: str = ""  # "every bad token is routed to expert 3"
+    gains: dict[str, object] = field(default_factory=dict)  # flagged groups: alpha, se
+    fits: tuple[FaultFit, ...] = ()  # best first
+    detail: str = ""  # exception text or vLLM's reason, verbatim
+    signature: str = ""  # short and stable, what the ledger matches: "W_SCALE_FLAT_INDEX@1,2,3"

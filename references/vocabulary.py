@@ -1,0 +1,130 @@
+"""The closed vocabulary shared by every room: formats, scale layouts, activations, recipes.
+
+No torch here: cases are enumerated in processes that must not import it.
+
+Tensor names are the field's: ``w13`` (gate rows first, up rows after), ``w2``, ``w13_scale``, ``w2_scale``,
+``topk_weights``, ``topk_ids``. E experts, H hidden, I intermediate, M tokens, k top-k.
+Every scale here *multiplies* the decoded codes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Format(StrEnum):
+    """A number format. Values are the field's names."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    INT8 = "int8"
+    E4M3FN = "e4m3fn"
+    E5M2 = "e5m2"
+
+    @property
+    def is_float16_or_wider(self) -> bool:
+        """True for the dtypes a hidden state may have."""
+        return self in (Format.FP32, Format.BF16, Format.FP16)
+
+
+class Layout(StrEnum):
+    """Which elements share one scale."""
+
+    NONE = "none"  # unquantized
+    TENSOR = "tensor"  # one scale per (expert, projection); for activations one for all rows
+    CHANNEL = "channel"  # weights: one per output row, [N, 1]
+    TOKEN = "token"  # activations: one per row, [M, 1]
+    BLOCK128 = "block128"  # weights: one per 128x128 block, [ceil(N/128), ceil(K/128)]
+    GROUP128 = "group128"  # activations: one per 128 contiguous columns of a row, [M, ceil(K/128)]
+
+
+class Activation(StrEnum):
+    """MoE activations; ``*_no_mul`` have no up half (vLLM's own suffix)."""
+
+    SILU = "silu"
+    GELU = "gelu"  # erf form
+    GELU_TANH = "gelu_tanh"
+    SILU_NO_MUL = "silu_no_mul"
+    GELU_NO_MUL = "gelu_no_mul"
+    RELU2_NO_MUL = "relu2_no_mul"
+
+    @property
+    def gated(self) -> bool:
+        """True when w13 holds gate and up rows (2*I), False when it holds I rows."""
+        return not self.value.endswith("_no_mul")
+
+
+class CheckpointFormat(StrEnum):
+    """How tensors are named and shaped on disk."""
+
+    PLAIN = "plain"  # no quantization_config: hidden-dtype weights (unquantized or online)
+    COMPRESSED_TENSORS = "ct"
+    QUARK = "quark"
+    VLLM_FP8 = "vllmfp8"  # vLLM's own fp8 checkpoints: weight_scale, weight_scale_inv for blocks
+    RAW = "raw"  # codes and scales with no config: only the direct fused_experts entry reads it
+
+
+class Rounding(StrEnum):
+    """Ties of a quantizer."""
+
+    HALF_EVEN = "half_even"
+    HALF_AWAY = "half_away"
+
+
+class Accumulator(StrEnum):
+    """How a lane adds products; the error model of each is in references/bounds.py."""
+
+    FP32 = "fp32"  # any order of fp32 additions
+    INT32 = "int32"  # exact per tile, tiles added in fp32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActQuant:
+    """How the rows entering one GEMM are quantized: value ~= code * scale.
+
+    Dynamic: ``scale = max(amax / qmax, scale_floor)`` over the layout's group, in fp32.
+    Static: the scale comes from the checkpoint.
+    """
+
+    format: Format
+    layout: Layout  # TENSOR | TOKEN | GROUP128
+    dynamic: bool
+    rounding: Rounding = Rounding.HALF_EVEN
+    scale_floor: float = 0.0
+
+
+class W13Merge(StrEnum):
+    """What loading does to the two per-tensor scales of a gated w13."""
+
+    AS_STORED = "as_stored"
+    REQUANTIZE_TO_MAX = "requantize_to_max"  # both halves requantized to max(gate, up); lossy, vLLM documents it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightQuant:
+    """Online quantization of hidden-dtype weights: scale = max(amax / qmax, floor) over the layout's group."""
+
+    format: Format
+    layout: Layout  # TENSOR (whole w13 of an expert together) | CHANNEL | BLOCK128
+    rounding: Rounding = Rounding.HALF_EVEN
+    scale_floor: float = 0.0
+    arithmetic: Format = Format.FP32  # dtype in which scale and quotient are computed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Everything that is rounded on the way from hidden states to output, in order. Recorded with each verdict."""
+
+    name: str
+    a1: ActQuant | None  # before GEMM 1; None: activations stay in the hidden dtype
+    a2: ActQuant | None  # before GEMM 2
+    compute: tuple[Format, ...]  # each GEMM's fp32 accumulator is rounded to these in turn (e.g. bf16, then fp16)
+    activation_store: Format  # dtype of act(g)*u before a2
+    output: Format
+    accumulator: Accumulator
+    router_weight_on_input: bool = False
+    w13_merge: W13Merge = W13Merge.AS_STORED
+    static_scale_max: bool = True  # per-expert static input scales collapse to their maximum
+    weight_quant: WeightQuant | None = None  # online only
