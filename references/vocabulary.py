@@ -71,6 +71,7 @@ class Rounding(StrEnum):
 
     HALF_EVEN = "half_even"
     HALF_AWAY = "half_away"
+    TOWARD_ZERO = "toward_zero"  # not ties: truncation, vLLM's INT8 group quantizer
 
 
 class Accumulator(StrEnum):
@@ -93,6 +94,14 @@ class ActQuant:
     dynamic: bool
     rounding: Rounding = Rounding.HALF_EVEN
     scale_floor: float = 0.0
+
+
+class RouterWeight(StrEnum):
+    """Where the router weight is multiplied in."""
+
+    GEMM2 = "gemm2"  # fp32 accumulator of GEMM 2, before its rounding
+    GEMM1 = "gemm1"  # fp32 accumulator of GEMM 1, before its rounding (router weight on input, legacy entry)
+    INPUT = "input"  # hidden states times the weight rounded to the hidden dtype, product rounded to it (modular path)
 
 
 class W13Merge(StrEnum):
@@ -124,7 +133,9 @@ class Recipe:
     activation_store: Format  # dtype of act(g)*u before a2
     output: Format
     accumulator: Accumulator
-    router_weight_on_input: bool = False
+    gate_store: Format | None = None  # act(g) is rounded to this before it multiplies u; None: act(g)*u rounds once
+    router_weight: RouterWeight = RouterWeight.GEMM2
+    router_weight_exact: bool = False  # the fp32 router weights are given (direct entry), not computed by vLLM's router
     w13_merge: W13Merge = W13Merge.AS_STORED
     static_scale_max: bool = True  # per-expert static input scales collapse to their maximum
     weight_quant: WeightQuant | None = None  # online only
