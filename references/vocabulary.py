@@ -94,6 +94,7 @@ class ActQuant:
     dynamic: bool
     rounding: Rounding = Rounding.HALF_EVEN
     scale_floor: float = 0.0
+    scale_store: Format = Format.FP32  # dtype in which a dynamic scale is divided and kept
 
 
 class RouterWeight(StrEnum):
