@@ -7,27 +7,36 @@ harness/subject/interpreter cites for each operator.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cases.case import ActScale, Entry, MoECase, Origin
 from harness.backends import Backend, experts_expected
 from references.vocabulary import (
     Accumulator,
     Activation,
     ActQuant,
-    CheckpointFormat,
     Format,
     Layout,
     Recipe,
-    RouterWeight,
     Rounding,
+    RouterWeight,
     W13Merge,
     WeightQuant,
 )
 
 _FP8_TOKEN_FLOOR = 1.0 / (448.0 * 512.0)  # csrc quantization/w8a8/fp8: min_scaling_factor
+_BLOCK_CAST_AMAX_FLOOR = 1e-4  # utils/deep_gemm.py::per_block_cast_to_fp8
 _GROUP_AMAX_FLOOR = 1e-10  # eps of per_token_group_quant_*: a floor of the amax, so of the scale once divided by qmax
 
 
-def _act_quant(case: MoECase) -> ActQuant | None:
+def _runs_weight_only(case: MoECase, entry: Entry) -> bool:
+    """oracle/int8.py::make_int8_moe_quant_config: no stored activation scale and not per-token means W8A16, whatever was asked."""
+    return entry is Entry.LAYER and case.weight is Format.INT8 and case.act_scale is ActScale.DYNAMIC_TENSOR
+
+
+def _act_quant(case: MoECase, entry: Entry) -> ActQuant | None:
+    if _runs_weight_only(case, entry):
+        return None
     fp8 = case.weight is Format.E4M3FN
     match case.act_scale:
         case ActScale.NONE:
@@ -41,9 +50,7 @@ def _act_quant(case: MoECase) -> ActQuant | None:
         case ActScale.DYNAMIC_TOKEN if fp8:
             return ActQuant(format=case.weight, layout=Layout.TOKEN, dynamic=True, scale_floor=_FP8_TOKEN_FLOOR)
         case ActScale.DYNAMIC_TOKEN:  # int8_utils._per_token_quant_int8: libdevice.round, amax floored at 1e-10
-            return ActQuant(
-                format=case.weight, layout=Layout.TOKEN, dynamic=True, rounding=Rounding.HALF_AWAY, scale_floor=1e-10 / 127.0
-            )
+            return ActQuant(format=case.weight, layout=Layout.TOKEN, dynamic=True, rounding=Rounding.HALF_AWAY, scale_floor=1e-10 / 127.0)
         case ActScale.DYNAMIC_GROUP128 if fp8:
             return ActQuant(format=case.weight, layout=Layout.GROUP128, dynamic=True, scale_floor=_GROUP_AMAX_FLOOR / 448.0)
         case ActScale.DYNAMIC_GROUP128:  # int8_utils._per_token_group_quant_int8 casts without rounding: truncation
@@ -61,37 +68,30 @@ def _weight_quant(case: MoECase) -> WeightQuant | None:
         return None
     if case.weight is Format.INT8:  # online/int8.py: scale and quotient in the checkpoint's own dtype
         return WeightQuant(format=case.weight, layout=Layout.CHANNEL, arithmetic=case.dtype)
-    floor = _FP8_TOKEN_FLOOR if case.weight_scale is Layout.CHANNEL else 0.0
-    return WeightQuant(format=case.weight, layout=case.weight_scale, scale_floor=floor)
+    floors = {Layout.TENSOR: 0.0, Layout.CHANNEL: _FP8_TOKEN_FLOOR, Layout.BLOCK128: _BLOCK_CAST_AMAX_FLOOR / 448.0}
+    return WeightQuant(format=case.weight, layout=case.weight_scale, scale_floor=floors[case.weight_scale])
 
 
 def recipe(case: MoECase, entry: Entry, backend: Backend) -> Recipe:
     """The recipe of one pair on one backend."""
     legacy = "fused_experts" in experts_expected(case, entry, backend)
-    act = _act_quant(case)
+    act = _act_quant(case, entry)
     # TritonExperts computes in bf16 whenever its input arrives quantized, whatever the hidden dtype; the legacy entry does not.
-    compute = (case.dtype,) if legacy or act is None or case.dtype is Format.BF16 else (Format.BF16, case.dtype)
-    fused_block = (
-        not legacy and case.weight is Format.E4M3FN and case.weight_scale is Layout.BLOCK128 and case.activation is Activation.SILU
-    )
-    if case.router_weight_on_input:
-        router_weight = RouterWeight.GEMM1 if legacy else RouterWeight.INPUT
-    else:
-        router_weight = RouterWeight.GEMM2
+    through_bf16 = not legacy and act is not None and case.dtype is not Format.BF16
+    fused = not legacy and case.weight is Format.E4M3FN and case.weight_scale is Layout.BLOCK128 and case.activation is Activation.SILU
+    on_input = RouterWeight.GEMM1 if legacy else RouterWeight.INPUT
     per_tensor_halves = case.weight_scale is Layout.TENSOR and case.activation.gated and case.origin is Origin.PREQUANTIZED
-    name = "legacy" if legacy else "modular"
-    if fused_block:
-        name += "+fused_silu_quant"
     return Recipe(
-        name=f"triton-{name}",
+        name=f"triton-{'legacy' if legacy else 'modular'}{'+fused_silu_quant' if fused else ''}",
         a1=act,
-        a2=act,
-        compute=compute,
-        activation_store=Format.FP32 if fused_block else case.dtype,
-        gate_store=None,
+        # csrc silu_and_mul_per_block_quant: fp32 from the accumulator's store to the code, its own floor
+        a2=replace(act, scale_floor=_FP8_TOKEN_FLOOR) if fused and act is not None else act,
+        compute=(Format.BF16, case.dtype) if through_bf16 else (case.dtype,),
+        activation_store=Format.FP32 if fused else case.dtype,
+        gate_store=case.dtype if case.activation.gated and not fused else None,  # csrc activation_kernels.cu: act(g) is rounded first
         output=case.dtype,
         accumulator=Accumulator.INT32 if case.weight is Format.INT8 and act is not None else Accumulator.FP32,
-        router_weight=router_weight,
+        router_weight=on_input if case.router_weight_on_input else RouterWeight.GEMM2,
         router_weight_exact=entry is Entry.FUSED_EXPERTS,
         w13_merge=W13Merge.REQUANTIZE_TO_MAX if per_tensor_halves else W13Merge.AS_STORED,
         weight_quant=_weight_quant(case),
