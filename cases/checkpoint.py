@@ -5,8 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cases.configs import quantization_config
+from cases.dense import dense_experts
+from cases.rules import check_data
+from references.vocabulary import CheckpointFormat, Layout
+
 if TYPE_CHECKING:
     import torch
+
+    from cases.case import MoECase
+    from references.moe import Expert, Projection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,3 +28,45 @@ class Checkpoint:
 
     tensors: dict[str, torch.Tensor]
     quantization_config: dict[str, Any] | None
+
+
+def make_checkpoint(case: MoECase) -> Checkpoint:
+    """The case's layer, bit-identical on every machine.
+
+    Raises:
+        InvalidCase: the data grid cannot be generated yet.
+    """
+    check_data(case)
+    return write(case, dense_experts(case))
+
+
+def write(case: MoECase, experts: tuple[Expert, ...]) -> Checkpoint:
+    """Experts in the case's checkpoint format: names, shapes and config of vLLM 0.33.0's readers of that format."""
+    tensors: dict[str, torch.Tensor] = {}
+    for index, expert in enumerate(experts):
+        for name, projection in (("gate_proj", expert.gate), ("up_proj", expert.up), ("down_proj", expert.down)):
+            if projection is not None:
+                _write_projection(case, f"{index}.{name}", projection, tensors)
+    return Checkpoint(tensors=tensors, quantization_config=quantization_config(case))
+
+
+def _write_projection(case: MoECase, prefix: str, projection: Projection, tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{prefix}.weight"] = projection.codes
+    if projection.scale is not None:
+        block = case.weight_scale is Layout.BLOCK128
+        name = "weight_scale_inv" if block and case.checkpoint is CheckpointFormat.VLLM_FP8 else "weight_scale"
+        tensors[f"{prefix}.{name}"] = projection.scale.reshape(_disk_shape(case, projection.scale))
+    if projection.input_scale is not None:
+        ct = case.checkpoint is CheckpointFormat.COMPRESSED_TENSORS
+        tensors[f"{prefix}.input_scale"] = projection.input_scale.reshape((1,) if ct else ())
+    if projection.bias is not None:
+        tensors[f"{prefix}.bias"] = projection.bias
+
+
+def _disk_shape(case: MoECase, scale: torch.Tensor) -> tuple[int, ...]:
+    """compressed-tensors: tensor (1,), channel (N, 1). Quark: tensor (), channel (N,). vLLM's fp8 and raw: (), (N, 1)."""
+    if case.weight_scale is Layout.TENSOR and case.checkpoint is CheckpointFormat.COMPRESSED_TENSORS:
+        return (1,)
+    if case.weight_scale is Layout.CHANNEL and case.checkpoint is CheckpointFormat.QUARK:
+        return (scale.shape[0],)
+    return tuple(scale.shape)

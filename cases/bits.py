@@ -1,0 +1,52 @@
+"""Random numbers that are the same on every machine: SHAKE-256 of a text, then integer and IEEE arithmetic only.
+
+Library generators differ between vectorised and scalar builds (normal draws) and between releases; a case's bytes may
+not. Each tensor has its own text, so adding one reshuffles no other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from math import prod
+
+import torch
+
+_BELL_TERMS = 4
+_BELL_SPREAD = (_BELL_TERMS / 12) ** 0.5 * 65536  # standard deviation of a sum of 4 uniform 16-bit integers
+
+
+def byte_string(text: str, count: int) -> torch.Tensor:
+    """[count] uint8, uniform."""
+    return torch.frombuffer(bytearray(hashlib.shake_256(text.encode()).digest(count)), dtype=torch.uint8)
+
+
+def words(text: str, count: int) -> torch.Tensor:
+    """[count] int64, uniform over 0 .. 2**32 - 1."""
+    return byte_string(text, 4 * count).view(torch.int32).to(torch.int64) + 2**31
+
+
+def bell(text: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """``shape`` float64, mean 0, variance 1, bell-shaped, never beyond 3.47: the sum of four uniform draws."""
+    draws = byte_string(text, 2 * _BELL_TERMS * prod(shape)).view(torch.int16).to(torch.int64).view(_BELL_TERMS, *shape)
+    return (draws.sum(0) * 2 + _BELL_TERMS).to(torch.float64) / (2 * _BELL_SPREAD)
+
+
+def permutation(text: str, count: int) -> torch.Tensor:
+    """A permutation of 0 .. count - 1, int64."""
+    return words(text, count).argsort(stable=True)
+
+
+def grid(text: str, shape: tuple[int, ...], low: float, high: float) -> torch.Tensor:
+    """``shape`` float64: equally spaced values of (low, high) in random order, so no two are equal."""
+    count = prod(shape)
+    return (low + (high - low) * (permutation(text, count).to(torch.float64) + 0.5) / max(count, 1)).view(shape)
+
+
+def distinct_fp32(values: torch.Tensor) -> torch.Tensor:
+    """Positive values rounded to float32 and moved up by as few units in the last place as makes all of them differ."""
+    patterns, order = values.flatten().to(torch.float32).view(torch.int32).to(torch.int64).sort(stable=True)
+    ranks = torch.arange(patterns.numel())
+    patterns = (patterns - ranks).cummax(0).values + ranks
+    out = torch.empty_like(patterns)
+    out[order] = patterns
+    return out.to(torch.int32).view(torch.float32).view(values.shape)
