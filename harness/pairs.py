@@ -1,0 +1,62 @@
+"""Which (case, entry) pairs a command asked for. No torch: the xdist controller and ``moediff list`` come through here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from cases.case import Entry, InvalidCase, Level, MoECase, entry_takes
+from cases.generate import pairs
+from harness.exits import Misuse
+
+
+class Pair(NamedTuple):
+    """A case and the door it enters vLLM by."""
+
+    case: MoECase
+    entry: Entry
+
+    @property
+    def id(self) -> str:
+        """``case[entry]``: what pytest shows and ``-k`` matches."""
+        return f"{self.case.id}[{self.entry}]"
+
+
+def parse_level(text: str) -> Level:
+    """Raises Misuse for an unknown level."""
+    try:
+        return Level(text)
+    except ValueError:
+        raise Misuse(f"unknown level '{text}'; the levels are {', '.join(Level)}") from None
+
+
+def parse_entry(text: str) -> Entry:
+    """Raises Misuse for an unknown entry."""
+    try:
+        return Entry(text)
+    except ValueError:
+        raise Misuse(f"unknown entry '{text}'; the entries are {', '.join(Entry)}") from None
+
+
+def parse_case(text: str) -> MoECase:
+    """Any valid id, listed in a level or not. Raises Misuse saying which rule of the id or of the case is broken."""
+    try:
+        return MoECase.from_id(text)
+    except InvalidCase as error:
+        raise Misuse(f"'{text}' is not a case: {error}; `moediff list` prints ids that are") from None
+
+
+def select(level: Level, case_ids: Iterable[str] = (), entry: Entry | None = None) -> tuple[Pair, ...]:
+    """The pairs of a level, or of the cases named, through one entry or all; in the generator's order.
+
+    Raises:
+        Misuse: an id that is not a case, or an entry that takes none of them.
+    """
+    named = [parse_case(text) for text in case_ids]
+    through = [Pair(case, door) for case in named for door in Entry if entry_takes(case, door)]
+    chosen = through if named else [Pair(*pair) for pair in pairs(level)]
+    if entry is not None:
+        chosen = [pair for pair in chosen if pair.entry is entry]
+    if not chosen:
+        raise Misuse(f"entry '{entry}' takes none of these cases; leave --entry out to run the one that does")
+    return tuple(chosen)

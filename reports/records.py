@@ -1,0 +1,196 @@
+"""Records: one JSON line per (case, entry, backend), written and flushed as it happens.
+
+A run's directory holds one ``worker-<id>.jsonl`` per worker and, once merged, ``records.jsonl``. A worker file tells a
+story line by line: ``started``, ``stage`` (once per stage entered), ``finished`` (the record). A worker killed between
+``started`` and ``finished`` leaves a pair without a record; ``merge`` turns it into one that says where it died.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import IO
+
+from harness.verdict import FaultFit, Outcome, Verdict
+
+MERGED = "records.jsonl"
+_WORKERS = "worker-*.jsonl"
+
+
+class RecordsUnreadable(ValueError):
+    """A line that is not a record, other than the last one of a worker that died; names file and line."""
+
+
+class Status(StrEnum):
+    """What the ledger says about an outcome."""
+
+    CLEAN = "clean"  # passed, and no ledger entry expects otherwise
+    KNOWN = "known"  # failed exactly as a ledger entry says: an upstream fault, confirmed
+    NEW = "new"  # anything else: fails the run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What happened to one pair on one backend. Only this is rendered; nothing is looked up again."""
+
+    case: str  # MoECase id
+    entry: str
+    backend: str
+    fields: dict[str, object]  # the case, field by field; "seed" among them
+    verdict: Verdict
+    status: Status
+    news: str = ""  # why it is NEW, for someone who has never seen the harness
+    ledger: str = ""  # id of the entry that matched
+    link: str = ""  # upstream report of that entry
+    ran: dict[str, object] = field(default_factory=dict)  # experts class, GEMM dtypes, recipe: what really ran
+    seconds: dict[str, float] = field(default_factory=dict)  # stage -> seconds
+    environment: dict[str, str] = field(default_factory=dict)
+    worker: str = ""
+    peak_rss_bytes: int = 0  # of the worker process so far
+
+    @property
+    def pair(self) -> str:
+        """``case[entry]``, the id pytest shows."""
+        return f"{self.case}[{self.entry}]"
+
+    def to_json(self) -> str:
+        """One line, no newline in it. NaN and infinities are written as Python's json writes them."""
+        return json.dumps(asdict(self), ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, line: str) -> Record:
+        """Inverse of ``to_json``. Raises ValueError, KeyError or TypeError on anything else."""
+        data = json.loads(line)
+        unknown = set(data) - {f.name for f in fields(cls)}
+        if unknown:
+            raise ValueError(f"unknown fields {sorted(unknown)}")
+        verdict = dict(data.pop("verdict"))
+        fits = tuple(FaultFit(**{**fit, "experts": tuple(fit["experts"])}) for fit in verdict.pop("fits"))
+        outcome = Outcome(verdict.pop("outcome"))
+        return cls(verdict=Verdict(outcome=outcome, fits=fits, **verdict), status=Status(data.pop("status")), **data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unfinished:
+    """A pair whose worker ended before its record: where it was, and how far it had come."""
+
+    case: str
+    entry: str
+    backend: str
+    fields: dict[str, object]
+    stage: str
+    worker: str
+    environment: dict[str, str]
+
+    def record(self) -> Record:
+        """The record it could not write itself."""
+        claim = f"worker {self.worker} ended while this pair was at stage '{self.stage}'"
+        return Record(
+            case=self.case,
+            entry=self.entry,
+            backend=self.backend,
+            fields=self.fields,
+            verdict=Verdict(outcome=Outcome.RUN_ERROR, claim=claim, signature=f"WORKER_ENDED@{self.stage}"),
+            status=Status.NEW,
+            news=claim + "; run it alone to see why",
+            environment=self.environment,
+            worker=self.worker,
+        )
+
+
+class Recorder:
+    """Writes one worker's file. Every line is flushed before the next step begins."""
+
+    def __init__(self, directory: Path, worker: str) -> None:
+        """Creates the directory and appends to the worker's own file."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._worker = worker
+        self._file: IO[str] = (directory / f"worker-{worker}.jsonl").open("a", encoding="utf-8")
+
+    def started(self, *, case: str, entry: str, backend: str, fields: dict[str, object], environment: dict[str, str]) -> None:
+        """A pair begins."""
+        start = {"case": case, "entry": entry, "backend": backend, "fields": fields, "environment": environment}
+        self._write({"started": {**start, "worker": self._worker}})
+
+    def stage(self, name: str) -> None:
+        """The pair in progress enters a stage."""
+        self._write({"stage": name})
+
+    def finished(self, record: Record) -> None:
+        """The pair in progress has its record."""
+        self._line(f'{{"finished": {record.to_json()}}}')
+
+    def close(self) -> None:
+        """Nothing more to come."""
+        self._file.close()
+
+    def _write(self, event: dict[str, object]) -> None:
+        self._line(json.dumps(event, ensure_ascii=False))
+
+    def _line(self, text: str) -> None:
+        self._file.write(text + "\n")
+        self._file.flush()
+
+
+def read_worker(path: Path) -> tuple[list[Record], Unfinished | None]:
+    """The records a worker finished, and the pair it was at when it ended, if any.
+
+    A last line without its newline is what a killed worker leaves and is passed over.
+
+    Raises:
+        RecordsUnreadable: any other line that cannot be read.
+    """
+    records: list[Record] = []
+    unfinished: Unfinished | None = None
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith("\n"):
+                break
+            try:
+                event = json.loads(line)
+                match event:
+                    case {"started": start}:
+                        unfinished = Unfinished(stage="prepare", **start)
+                    case {"stage": str(stage)} if unfinished:
+                        unfinished = Unfinished(**{**asdict(unfinished), "stage": stage})
+                    case {"finished": finished}:
+                        records.append(Record.from_json(json.dumps(finished)))
+                        unfinished = None
+                    case _:
+                        raise ValueError("not an event")
+            except (ValueError, KeyError, TypeError) as error:
+                raise RecordsUnreadable(f"{path}:{number}: not a record ({error})") from error
+    return records, unfinished
+
+
+def merge(directory: Path) -> list[Record]:
+    """All workers' records, plus one for each pair a worker died in, sorted by pair; also written to ``records.jsonl``."""
+    records: list[Record] = []
+    for path in sorted(directory.glob(_WORKERS)):
+        finished, unfinished = read_worker(path)
+        records += finished
+        if unfinished:
+            records.append(unfinished.record())
+    records.sort(key=lambda record: (record.backend, record.case, record.entry))
+    write(directory / MERGED, records)
+    return records
+
+
+def write(path: Path, records: Iterable[Record]) -> None:
+    """One record a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(record.to_json() + "\n" for record in records), encoding="utf-8")
+
+
+def read(path: Path) -> list[Record]:
+    """Records of a merged file. Raises RecordsUnreadable with file and line."""
+    records = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            records.append(Record.from_json(line))
+        except (ValueError, KeyError, TypeError) as error:
+            raise RecordsUnreadable(f"{path}:{number}: not a record ({error})") from error
+    return records
