@@ -1,0 +1,44 @@
+"""Leave nothing behind: process-wide state as it was, whatever happens in between."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def pristine() -> Iterator[None]:
+    """Restore default dtype and device, grad mode, random state, thread count, environment, directory and warning filters.
+
+    vLLM's own contexts (config, forward context) restore themselves and are entered inside this one.
+    """
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    grad, threads = torch.is_grad_enabled(), torch.get_num_threads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    random_state = torch.random.get_rng_state()
+    environment, directory = dict(os.environ), os.getcwd()
+    try:
+        with warnings.catch_warnings():
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        if torch.get_default_device() != device:
+            torch.set_default_device(device)
+        torch.set_grad_enabled(grad)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        if torch.are_deterministic_algorithms_enabled() != deterministic:
+            torch.use_deterministic_algorithms(deterministic)
+        torch.random.set_rng_state(random_state)
+        if dict(os.environ) != environment:
+            os.environ.clear()
+            os.environ.update(environment)
+        if os.getcwd() != directory:
+            os.chdir(directory)

@@ -1,0 +1,127 @@
+"""A libcuda.so.1 that knows no device.
+
+vLLM's compiled extensions are linked against the CUDA driver only to look for devices; their operator *schemas* register
+without one. The stub exports the driver functions they name, each returning 100 (CUDA_ERROR_NO_DEVICE).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from harness.subject import SubjectUnavailable
+
+SONAME = "libcuda.so.1"
+NO_DEVICE = 100
+FUNCTIONS = ("cuInit", "cuDriverGetVersion", "cuGetProcAddress_v2", "cuPointerGetAttribute", "cuTensorMapEncodeTiled")
+_UNDEFINED = re.compile(r"undefined symbol: (cu[A-Z]\w*)")
+
+
+def compiler() -> list[str]:
+    """The command of a C compiler.
+
+    Raises:
+        SubjectUnavailable: there is none; the sentence names both ways out.
+    """
+    for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
+        if name and shutil.which(name):
+            return [name]
+    if importlib.util.find_spec("ziglang") is not None:
+        return [sys.executable, "-m", "ziglang", "cc"]
+    raise SubjectUnavailable(
+        "the interpreter lane needs a C compiler once, to build a stub of libcuda: install cc (gcc or clang), "
+        "or the ziglang package from the package registry (pip install 'moediff[compiler]')"
+    )
+
+
+def source(functions: tuple[str, ...] = FUNCTIONS) -> str:
+    """C text of the stub. Arguments are left undeclared: nothing is read or written."""
+    return "".join(f"int {name}() {{ return {NO_DEVICE}; }}\n" for name in functions)
+
+
+def cache_directory() -> Path:
+    """Where built stubs are kept: ``$XDG_CACHE_HOME/moediff`` or ``~/.cache/moediff``."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "moediff"
+
+
+def build(functions: tuple[str, ...], directory: Path) -> Path:
+    """The shared object for ``functions`` in ``directory``, compiled unless an identical one is there.
+
+    Safe when several processes build at once: each compiles under a name of its own, the last rename wins, all are equal.
+    """
+    text = source(functions)
+    path = directory / f"libcuda-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
+    if path.exists():
+        return path
+    command = compiler()
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        c_file, object_file = Path(scratch, "stub.c"), Path(scratch, "stub.so")
+        c_file.write_text(text)
+        command += ["-shared", "-fPIC", f"-Wl,-soname,{SONAME}", "-o", str(object_file), str(c_file)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SubjectUnavailable(
+                f"the C compiler could not build the libcuda stub ({' '.join(command[:4])} ended with {done.returncode}: "
+                f"{done.stderr.strip().splitlines()[-1] if done.stderr.strip() else 'no message'}); "
+                "install a working cc, or the ziglang package from the package registry"
+            )
+        object_file.replace(path)
+    return path
+
+
+def load_stub(functions: tuple[str, ...] = FUNCTIONS) -> None:
+    """Load the stub so that later ``dlopen`` calls find its soname and its symbols.
+
+    Raises:
+        SubjectUnavailable: no compiler, or a compiler that fails.
+    """
+    directory = cache_directory()
+    try:
+        path = build(functions, directory)
+    except OSError:  # a read-only home: use a private directory and forget it, a loaded object needs no file
+        with tempfile.TemporaryDirectory() as private:
+            ctypes.CDLL(str(build(functions, Path(private))), mode=ctypes.RTLD_GLOBAL)
+        return
+    ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+
+
+def import_extensions() -> tuple[str, ...]:
+    """Import every extension of vLLM that registers operators for ``_C`` and ``_moe_C``; names found, sorted.
+
+    An extension that names a driver function the stub lacks gets a second stub with it.
+
+    Raises:
+        SubjectUnavailable: there is none, or one cannot be imported.
+    """
+    spec = importlib.util.find_spec("vllm")
+    places = list(spec.submodule_search_locations or []) if spec else []
+    files = sorted(file for place in places for pattern in ("_C*.so", "_moe_C*.so") for file in Path(place).glob(pattern))
+    names = tuple(f"vllm.{file.name.split('.')[0]}" for file in files)
+    if not names:
+        raise SubjectUnavailable(
+            f"no compiled extension (_C*.so, _moe_C*.so) beside vllm in {places}: install vllm's CUDA wheel, not a source tree"
+        )
+    for name in names:
+        asked: set[str] = set()
+        while True:
+            try:
+                importlib.import_module(name)
+                break
+            except ImportError as error:
+                missing = _UNDEFINED.search(str(error))
+                if missing is None or missing[1] in asked:
+                    raise SubjectUnavailable(f"vLLM's extension {name} cannot be imported: {error}") from error
+                asked.add(missing[1])
+                load_stub((missing[1],))
+    return names

@@ -1,0 +1,202 @@
+"""What Triton's interpreter computes wrongly or refuses, filled in one place.
+
+Each function looks whether its gap is there before it patches ``InterpreterBuilder``, and has its own test. bfloat16 lives
+as uint16 and fp8 as uint8 in the interpreter's numpy arrays, so arithmetic that is not taught about them works on bit patterns.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Builder = interpreter.InterpreterBuilder
+Handle = interpreter.TensorHandle
+_FP8 = {tl.float8e4nv: (torch.float8_e4m3fn, 448.0), tl.float8e5: (torch.float8_e5m2, 57344.0)}
+_NARROW = (tl.bfloat16, *_FP8)
+
+
+def to_float32(data: np.ndarray, dtype: tl.dtype) -> np.ndarray:
+    """Values of an interpreter array as float32 (exact for every type of at most 16 bits)."""
+    if dtype == tl.bfloat16:
+        return (data.astype(np.uint32) << 16).view(np.float32)
+    if dtype in _FP8:
+        return torch.from_numpy(np.ascontiguousarray(data)).view(_FP8[dtype][0]).float().numpy()
+    return data.astype(np.float32)
+
+
+def from_float32(values: np.ndarray, dtype: tl.dtype) -> np.ndarray:
+    """float32 values in the interpreter's storage of ``dtype``: round half to even, fp8 saturates like ``cvt.rn.satfinite``."""
+    if dtype == tl.bfloat16:
+        bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+        rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16
+        return np.where(np.isnan(values), 0x7FFF, rounded).astype(np.uint16).reshape(values.shape)
+    if dtype in _FP8:
+        torch_dtype, largest = _FP8[dtype]
+        bounded = torch.from_numpy(np.ascontiguousarray(values, np.float32)).clamp(-largest, largest)
+        return bounded.to(torch_dtype).view(torch.uint8).numpy().reshape(values.shape)
+    return values.astype(interpreter._get_np_dtype(dtype))
+
+
+def _narrow(*handles: object) -> bool:
+    return any(isinstance(handle, Handle) and handle.dtype.scalar in _NARROW for handle in handles)
+
+
+def fill_casts() -> bool:
+    """float32 -> bfloat16 truncates, int -> bfloat16 keeps the integer as a bit pattern, fp8 casts round half up."""
+    builder = interpreter.interpreter_builder
+    above_tie = Handle(np.array([1.0 + 3 * 2.0**-9], np.float32), tl.float32)
+    if builder.create_fp_trunc(above_tie, tl.bfloat16).data[0] == 0x3F81:
+        return False
+    original = Builder.cast_impl
+
+    def cast(self: object, src: object, dst_type: tl.dtype) -> object:
+        source, target = src.dtype.scalar, dst_type.scalar
+        if source not in _NARROW and target not in _NARROW:
+            return original(self, src, dst_type)
+        if source in _NARROW:
+            values = to_float32(src.data, source)
+        else:  # through float64: an int32 or a float64 rounds once more only beyond 53 bits
+            values = src.data.astype(np.float64).astype(np.float32)
+        return Handle(from_float32(values, target), target)
+
+    Builder.cast_impl = cast
+    fallback = Builder.create_fp_to_fp
+
+    def fp_to_fp(self: object, src: object, dst_type: tl.dtype, rounding_mode: object) -> object:
+        if rounding_mode == interpreter._ir.ROUNDING_MODE.RTZ:
+            return fallback(self, src, dst_type, rounding_mode)
+        return cast(self, src, dst_type)
+
+    Builder.create_fp_to_fp = fp_to_fp
+    return True
+
+
+def fill_arithmetic() -> bool:
+    """bfloat16 operands of elementwise operations are added, compared and selected as unsigned integers."""
+    builder = interpreter.interpreter_builder
+    one = Handle(np.array([0x3F80], np.uint16), tl.bfloat16)
+    if builder.create_fadd(one, one).data[0] == 0x4000:
+        return False
+
+    def wrap(name: str) -> None:
+        original = getattr(Builder, name)
+
+        def method(self: object, *args: object) -> object:
+            *handles, operation = args
+            if not _narrow(*handles) or operation in _BITWISE:
+                return original(self, *args)
+            narrow = next(handle.dtype.scalar for handle in handles if _narrow(handle))
+            widened = [
+                Handle(to_float32(handle.data, handle.dtype.scalar), tl.float32) if _narrow(handle) else handle for handle in handles
+            ]
+            result = original(self, *widened, operation)
+            if result.data.dtype == np.bool_:
+                return result
+            return Handle(from_float32(result.data.astype(np.float32), narrow), narrow)
+
+        setattr(Builder, name, method)
+
+    for name in ("binary_op", "unary_op"):
+        wrap(name)
+    fma = Builder.create_fma
+
+    def create_fma(self: object, x: object, y: object, z: object) -> object:
+        if not _narrow(x, y, z):
+            return fma(self, x, y, z)
+        x32, y32, z32 = (to_float32(handle.data, handle.dtype.scalar) for handle in (x, y, z))
+        return Handle(from_float32(x32 * y32 + z32, z.dtype.scalar), z.dtype.scalar)
+
+    Builder.create_fma = create_fma
+    return True
+
+
+_BITWISE = (np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.left_shift, np.right_shift)
+
+
+def fill_dot() -> bool:
+    """tl.dot multiplies bfloat16 bit patterns; int8 goes through numpy's slow integer matmul (exact either way)."""
+    builder = interpreter.interpreter_builder
+    one = Handle(np.array([[0x3F80]], np.uint16), tl.bfloat16)
+    zero = Handle(np.zeros((1, 1), np.float32), tl.float32)
+    if builder.create_dot(one, one, zero, None, 0).data[0, 0] == 1.0:
+        return False
+    original = Builder.create_dot
+
+    def dot(self: object, a: object, b: object, d: object, input_precision: object, max_num_imprecise_acc: object) -> object:
+        if a.dtype.scalar == tl.int8 and b.dtype.scalar == tl.int8 and d.data.dtype == np.int32:
+            product = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64))  # exact: far below 2**53
+            return Handle(product.astype(np.int32) + d.data, d.dtype.scalar)
+        if not _narrow(a, b) or d.data.dtype != np.float32:
+            return original(self, a, b, d, input_precision, max_num_imprecise_acc)
+        product = np.matmul(to_float32(a.data, a.dtype.scalar), to_float32(b.data, b.dtype.scalar))
+        return Handle(product + d.data, d.dtype.scalar)
+
+    Builder.create_dot = dot
+    return True
+
+
+def _round_half_away(x: np.ndarray) -> np.ndarray:
+    whole = np.trunc(x)
+    return whole + np.copysign((np.abs(x - whole) >= 0.5).astype(x.dtype), x)
+
+
+_LIBDEVICE: dict[str, Callable[..., np.ndarray]] = {
+    "round": _round_half_away,
+    "rint": np.rint,
+    "nearbyint": np.rint,
+    "floor": np.floor,
+    "ceil": np.ceil,
+    "trunc": np.trunc,
+    "fabs": np.abs,
+    "exp": np.exp,
+    "exp2": np.exp2,
+    "log": np.log,
+    "log2": np.log2,
+    "sqrt": np.sqrt,
+    "tanh": np.tanh,
+    "erf": lambda x: torch.erf(torch.from_numpy(np.ascontiguousarray(x))).numpy(),
+    "pow": np.power,
+    "fmin": np.fmin,
+    "fmax": np.fmax,
+}
+
+
+def fill_libdevice() -> bool:
+    """libdevice functions get no semantic object inside the interpreter and have no implementation there."""
+    import triton.language.extra.cuda.libdevice as cuda_libdevice
+    from triton.language.extra import libdevice
+
+    if getattr(cuda_libdevice.round, "moediff", False):
+        return False
+
+    def wrap(function: Callable[..., np.ndarray]) -> Callable[..., object]:
+        def call(*args: object, _semantic: object = None) -> object:
+            tensors = [interpreter.interpreter_semantic.to_tensor(arg) for arg in args]
+            dtype = next(tensor.dtype for tensor in tensors)
+            data = function(*(tensor.handle.data for tensor in tensors)).astype(interpreter._get_np_dtype(dtype))
+            shaped = max(tensors, key=lambda tensor: tensor.handle.data.size)
+            return tl.core.tensor(Handle(data, dtype), shaped.type)
+
+        call.moediff = True
+        return call
+
+    for name, function in _LIBDEVICE.items():
+        wrapped = wrap(function)
+        setattr(cuda_libdevice, name, wrapped)
+        setattr(libdevice, name, wrapped)
+    return True
+
+
+GAPS: tuple[Callable[[], bool], ...] = (fill_casts, fill_arithmetic, fill_dot, fill_libdevice)
+
+
+def fill() -> tuple[str, ...]:
+    """Fill every gap that is present; the names of the functions that patched something."""
+    return tuple(gap.__name__ for gap in GAPS if gap())

@@ -1,0 +1,282 @@
+"""Everything that differs between vLLM versions, found by looking: which names exist and which arguments they take.
+
+No version numbers are compared. A name that is not found where any known version keeps it is reported by
+``probe_surface()`` in one sentence.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import logging
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.subject import SubjectUnavailable
+
+_MOE = "vllm.model_executor.layers.fused_moe"
+_QUANT = "vllm.model_executor.layers.quantization"
+
+# what: where it is kept, newest place first
+PLACES: dict[str, tuple[str, ...]] = {
+    "layer factory": (f"{_MOE}.layer:FusedMoEFactory", f"{_MOE}.layer:FusedMoE"),
+    "fused_experts": (f"{_MOE}.fused_moe:fused_experts", f"{_MOE}:fused_experts"),
+    "activation enum": (f"{_MOE}.activation:MoEActivation",),
+    "int8 w8a8 config": (f"{_MOE}.config:int8_w8a8_moe_quant_config",),
+    "int8 w8a16 config": (f"{_MOE}.config:int8_w8a16_moe_quant_config",),
+    "fp8 w8a8 config": (f"{_MOE}.config:fp8_w8a8_moe_quant_config",),
+    "unquantized config": (f"{_MOE}.config:FUSED_MOE_UNQUANTIZED_CONFIG",),
+    "biased config": (f"{_MOE}.config:biased_moe_quant_config",),
+    "quantization registry": (f"{_QUANT}:get_quantization_config",),
+    "VllmConfig": ("vllm.config:VllmConfig",),
+    "ModelConfig": ("vllm.config:ModelConfig",),
+    "KernelConfig": ("vllm.config:KernelConfig", "vllm.config.kernel:KernelConfig"),
+    "set_current_vllm_config": ("vllm.config:set_current_vllm_config",),
+    "set_forward_context": ("vllm.forward_context:set_forward_context",),
+    "init_distributed_environment": ("vllm.distributed:init_distributed_environment",),
+    "initialize_model_parallel": ("vllm.distributed:initialize_model_parallel",),
+    "ModelRegistry": ("vllm.model_executor.models:ModelRegistry",),
+}
+
+# may be absent: the version then does without
+OPTIONAL: dict[str, tuple[str, ...]] = {
+    "init_workspace_manager": ("vllm.v1.worker.workspace:init_workspace_manager",),
+    "online config": (f"{_QUANT}.online.base:OnlineQuantizationConfig",),
+    "online arguments": ("vllm.config.quantization:resolve_quantization_config",),
+    "finalize online loading": ("vllm.model_executor.model_loader.reload.layerwise:finalize_layerwise_processing",),
+}
+
+LAYER_ARGUMENTS = ("num_experts", "top_k", "hidden_size", "intermediate_size", "quant_config", "prefix", "activation")
+ARCHITECTURE = "MoediffForCausalLM"
+
+
+def _find(places: tuple[str, ...]) -> Any | None:
+    for place in places:
+        module, _, name = place.partition(":")
+        try:
+            found = getattr(importlib.import_module(module), name, None)
+        except ModuleNotFoundError as error:
+            if error.name is None or not module.startswith(error.name):
+                raise  # the module is there and misses something else
+            continue
+        if found is not None:
+            return found
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surface:
+    """What this vLLM offers, by the names of PLACES and OPTIONAL."""
+
+    version: str
+    package: Path  # directory of the vllm package
+    found: dict[str, Any]
+
+    def __getitem__(self, what: str) -> Any:
+        return self.found[what]
+
+    def __contains__(self, what: str) -> bool:
+        return what in self.found
+
+
+@functools.cache
+def probe_surface() -> Surface:
+    """Look for every name that the subject needs.
+
+    Raises:
+        SubjectUnavailable: vllm is not installed, or one sentence with what was looked for and where.
+    """
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        raise SubjectUnavailable("vllm is not installed in this environment: install vllm, or run `tox run -e interpreter`")
+    package = Path(next(iter(spec.submodule_search_locations)))
+    version = getattr(importlib.import_module("vllm"), "__version__", None) or importlib.metadata.version("vllm")
+    found: dict[str, Any] = {}
+    for table in (PLACES, OPTIONAL):
+        for what, places in table.items():
+            value = _find(places)
+            if value is not None:
+                found[what] = value
+            elif table is PLACES:
+                raise SubjectUnavailable(
+                    f"the surface of vllm {version} is not recognised: no {what} at {' or '.join(places)}; "
+                    "use a vllm release from 0.27 to 0.33 or a current main"
+                )
+    missing = [name for name in LAYER_ARGUMENTS if name not in parameters(found["layer factory"])]
+    if missing:
+        raise SubjectUnavailable(
+            f"the surface of vllm {version} is not recognised: {found['layer factory'].__name__} takes no {', '.join(missing)}; "
+            "use a vllm release from 0.27 to 0.33 or a current main"
+        )
+    return Surface(version=version, package=package, found=found)
+
+
+def parameters(function: Callable[..., Any]) -> frozenset[str]:
+    """Names of the parameters a function or a class's constructor takes."""
+    return frozenset(inspect.signature(function).parameters)
+
+
+def call(function: Callable[..., Any], required: dict[str, Any], optional: dict[str, Any]) -> Any:
+    """Call with ``required``, and with what ``function`` takes of ``optional``."""
+    names = parameters(function)
+    return function(**required, **{name: value for name, value in optional.items() if name in names})
+
+
+def quiet() -> None:
+    """Loggers of vllm and torch that talk while a layer is built speak only from ERROR up."""
+    for name in ("vllm", "torch._opaque_base", "torch._library.opaque_object", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+@functools.cache
+def _architecture() -> str:
+    """A registered model class, so that ModelConfig need not inspect one of vLLM's in a subprocess (20 s, and a cache file)."""
+
+    class MoediffForCausalLM(torch.nn.Module):
+        def __init__(self, *, vllm_config: object, prefix: str = "") -> None:
+            super().__init__()
+
+        def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor: ...
+
+        def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor: ...
+
+        def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor: ...
+
+    probe_surface()["ModelRegistry"].register_model(ARCHITECTURE, MoediffForCausalLM)
+    return ARCHITECTURE
+
+
+@functools.lru_cache(maxsize=256)
+def _model_config(dtype: torch.dtype, experts: int, top_k: int, hidden: int, intermediate: int) -> Any:
+    config = {
+        "architectures": [_architecture()],
+        "model_type": "qwen3_moe",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "moe_intermediate_size": intermediate,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "num_hidden_layers": 1,
+        "num_experts": experts,
+        "num_experts_per_tok": top_k,
+        "vocab_size": 128,
+        "max_position_embeddings": 512,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config))
+        return probe_surface()["ModelConfig"](model=folder, skip_tokenizer_init=True, dtype=dtype, max_model_len=512)
+
+
+def vllm_config(moe_backend: str, dtype: torch.dtype, *, experts: int, top_k: int, hidden: int, intermediate: int) -> Any:
+    """A fresh VllmConfig that forces ``moe_backend``; fresh, because layers register themselves in it by name."""
+    surface = probe_surface()
+    model = _model_config(dtype, experts, top_k, hidden, intermediate)
+    return surface["VllmConfig"](kernel_config=surface["KernelConfig"](moe_backend=moe_backend), model_config=model)
+
+
+@functools.cache
+def prepare_process(device: str) -> None:
+    """Distributed environment of one process and workspace, once per process; its rendezvous file is removed again."""
+    surface = probe_surface()
+    with tempfile.TemporaryDirectory() as folder:
+        surface["init_distributed_environment"](1, 0, f"file://{folder}/rendezvous", 0, "gloo")
+        surface["initialize_model_parallel"](1, 1)
+    if "init_workspace_manager" in surface:
+        surface["init_workspace_manager"](torch.device(device))
+
+
+@contextmanager
+def current_config(config: Any) -> Iterator[None]:
+    """``config`` as vLLM's current one."""
+    with probe_surface()["set_current_vllm_config"](config), torch.no_grad():
+        yield
+
+
+@contextmanager
+def forward_context(config: Any, tokens: int) -> Iterator[None]:
+    """What a model runner sets around a forward of ``tokens`` rows."""
+    with current_config(config), probe_surface()["set_forward_context"](None, config, num_tokens=tokens):
+        yield
+
+
+def checkpoint_quantization(config: dict[str, Any] | None) -> Any | None:
+    """vLLM's QuantizationConfig for the ``quantization_config`` of a checkpoint."""
+    if config is None:
+        return None
+    return probe_surface()["quantization registry"](config["quant_method"]).from_config(config)
+
+
+def online_quantization(name: str) -> Any:
+    """vLLM's QuantizationConfig for ``--quantization name``.
+
+    Raises:
+        SubjectUnavailable: this vLLM has no online quantization of that kind.
+    """
+    surface = probe_surface()
+    if "online config" not in surface or "online arguments" not in surface:
+        raise SubjectUnavailable(f"vllm {surface.version} has no online quantization config; leave out cases quantized online")
+    return surface["online config"](surface["online arguments"](name, None))
+
+
+def make_layer(
+    *,
+    dtype: torch.dtype,
+    experts: int,
+    top_k: int,
+    hidden: int,
+    intermediate: int,
+    activation: str,
+    renormalize: bool,
+    bias: bool,
+    router_weight_on_input: bool,
+    quantization: Any | None,
+    prefix: str,
+) -> torch.nn.Module:
+    """The runner (or layer) that a model would build, under the current config."""
+    factory = probe_surface()["layer factory"]
+    gated = not activation.endswith("_no_mul")
+    required = {
+        "num_experts": experts,
+        "top_k": top_k,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "quant_config": quantization,
+        "prefix": prefix,
+        "activation": activation,
+    }
+    optional = {
+        "params_dtype": dtype,
+        "renormalize": renormalize,
+        "has_bias": bias,
+        "apply_router_weight_on_input": router_weight_on_input,
+        "reduce_results": False,
+        # a layer without a gate has its only projection in w1's place
+        "ckpt_names": ("gate_proj", "down_proj", "up_proj") if gated else ("up_proj", "down_proj", None),
+    }
+    return call(factory, required, optional)
+
+
+def experts_of(layer: torch.nn.Module) -> torch.nn.Module:
+    """The module that owns the expert weights: the layer itself where there is no runner around it."""
+    return getattr(layer, "routed_experts", layer)
+
+
+def finish_loading(layer: torch.nn.Module, config: Any) -> None:
+    """What the model loader does after the last tensor: finish deferred (online) loading, then post-process."""
+    surface = probe_surface()
+    experts = experts_of(layer)
+    if getattr(experts.quant_method, "uses_meta_device", False) and "finalize online loading" in surface:
+        surface["finalize online loading"](layer, config.model_config)
+    experts.quant_method.process_weights_after_loading(experts)

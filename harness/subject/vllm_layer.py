@@ -1,0 +1,163 @@
+"""The real subject: vLLM's layer factory, weight loader, post-processing and runner; or its legacy functional entry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cases.case import Entry, Origin
+from harness.subject import Loaded, LoadFailed, Ran, RunFailed, SubjectError, SubjectUnavailable
+from references.vocabulary import Format, Layout
+
+if TYPE_CHECKING:
+    import torch
+
+    from cases.batch import Batch
+    from cases.case import MoECase
+    from cases.checkpoint import Checkpoint
+
+PREFIX = "model.layers.0.mlp.experts"
+ONLINE = {
+    (Format.E4M3FN, Layout.TENSOR): "fp8_per_tensor",
+    (Format.E4M3FN, Layout.CHANNEL): "fp8_per_channel",
+    (Format.E4M3FN, Layout.BLOCK128): "fp8_per_block",
+    (Format.INT8, Layout.CHANNEL): "int8_per_channel_weight_only",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Handle of a loaded layer. ``case`` says nothing to ``run``; it is for a debugger."""
+
+    case: MoECase
+    module: torch.nn.Module
+    config: Any  # VllmConfig
+    device: str
+
+
+class VllmSubject:
+    """Drives the vLLM of this process.
+
+    Args:
+        backend: value of vLLM's ``KernelConfig.moe_backend`` to force, e.g. ``"triton"``; ``"auto"`` lets vLLM choose.
+        device: ``"cpu"`` for the interpreter lane, ``"cuda"`` otherwise.
+        interpreter: activate the interpreter lane first (environment, driver stub, platform, operators, Triton's gaps).
+
+    Raises:
+        SubjectUnavailable: from the constructor; this vLLM, or this process, cannot be driven.
+    """
+
+    def __init__(self, backend: str = "triton", *, device: str = "cpu", interpreter: bool = True) -> None:
+        if interpreter:
+            from harness.subject.interpreter import activate
+
+            activate.activate()
+        from harness.subject import vllm_compat
+
+        vllm_compat.quiet()
+        surface = vllm_compat.probe_surface()
+        self.backend = backend
+        self.device = device
+        self.name = f"vllm {surface.version} ({'interpreter' if interpreter else device})"
+
+    def load(self, case: MoECase, entry: Entry, checkpoint: Checkpoint) -> Loaded:
+        """Build the layer and load ``checkpoint``.
+
+        Raises:
+            LoadFailed: vLLM raised; refused when it declined with a reason before any tensor was loaded.
+        """
+        from harness.subject.hygiene import pristine
+
+        with pristine():
+            if entry is Entry.FUSED_EXPERTS:
+                from harness.subject import vllm_direct
+
+                return vllm_direct.load(case, checkpoint, self.device)
+            return self._load_layer(case, checkpoint)
+
+    def run(self, loaded: Loaded, batch: Batch) -> Ran:
+        """One forward of ``batch``.
+
+        Raises:
+            RunFailed: vLLM raised.
+        """
+        from harness.subject.hygiene import pristine
+
+        with pristine():
+            if not isinstance(loaded.handle, _Layer):
+                from harness.subject import vllm_direct
+
+                return vllm_direct.run(loaded, batch)
+            return self._run_layer(loaded.handle, batch)
+
+    def _load_layer(self, case: MoECase, checkpoint: Checkpoint) -> Loaded:
+        import torch
+
+        from harness.subject import vllm_compat
+        from harness.subject.dtypes import TORCH
+        from harness.subject.errors import is_refusal, verbatim
+        from harness.subject.observe import planned_class
+
+        dtype = TORCH[case.dtype]
+        sizes = {"experts": case.experts, "top_k": case.top_k, "hidden": case.hidden, "intermediate": case.intermediate}
+        config = vllm_compat.vllm_config(self.backend, dtype, **sizes)
+        choosing = True
+        try:
+            with vllm_compat.current_config(config), torch.device(self.device):
+                vllm_compat.prepare_process(self.device)
+                module = vllm_compat.make_layer(
+                    **sizes,
+                    dtype=dtype,
+                    activation=case.activation.value,
+                    renormalize=case.renormalize,
+                    bias=case.bias,
+                    router_weight_on_input=case.router_weight_on_input,
+                    quantization=_quantization(case, checkpoint),
+                    prefix=PREFIX,
+                )
+                choosing = False
+                for _ in module.load_weights(checkpoint.tensors.items()):
+                    pass
+                vllm_compat.finish_loading(module, config)
+        except (SubjectError, SubjectUnavailable):
+            raise
+        except Exception as error:
+            refused = choosing and is_refusal(error, vllm_compat.probe_surface().package)
+            raise LoadFailed(verbatim(error), refused=refused) from error
+        experts = vllm_compat.experts_of(module)
+        return Loaded(
+            handle=_Layer(case, module, config, self.device),
+            quant_method=type(experts.quant_method).__name__,
+            experts_class=planned_class(experts),
+            parameters={name: parameter.data for name, parameter in experts.named_parameters()},
+        )
+
+    def _run_layer(self, layer: _Layer, batch: Batch) -> Ran:
+        from harness.subject import vllm_compat
+        from harness.subject.errors import verbatim
+        from harness.subject.observe import watch
+
+        hidden_states = batch.hidden_states.to(layer.device, copy=True)  # an activation may work in place
+        router_logits = batch.router_logits.to(layer.device, copy=True)
+        with watch(vllm_compat.experts_of(layer.module)) as seen:
+            try:
+                with vllm_compat.forward_context(layer.config, hidden_states.shape[0]):
+                    output = layer.module(hidden_states, router_logits)
+            except Exception as error:
+                raise RunFailed(verbatim(error)) from error
+        return Ran(
+            output=output.detach().cpu().clone(),
+            experts_class=seen.experts[0] if seen.experts else "",
+            gemm_dtypes=tuple(seen.gemm_dtypes),
+        )
+
+
+def _quantization(case: MoECase, checkpoint: Checkpoint) -> Any | None:
+    from harness.subject import vllm_compat
+
+    if case.origin is not Origin.ONLINE:
+        return vllm_compat.checkpoint_quantization(checkpoint.quantization_config)
+    name = ONLINE.get((case.weight, case.weight_scale))
+    if name is None:
+        raise LoadFailed(f"vLLM has no online quantization to {case.weight} {case.weight_scale}", refused=True)
+    return vllm_compat.online_quantization(name)
