@@ -1,14 +1,19 @@
-"""The layer in float64: contract types (the reference itself is written beside them)."""
+"""The layer in float64: its types, and the recipe evaluated on numbers (references/enclosure.py evaluates it on intervals)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-    from references.vocabulary import Format, Layout
+from references.activations import function
+from references.formats import round_to, saturate
+from references.quantize import quantize_activations, quotient
+from references.vocabulary import Activation, ActQuant, Format, Layout, Recipe, RouterWeight
+
+if TYPE_CHECKING:
+    from references.loading import LoadedExpert, Matrix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,3 +62,84 @@ class Answer:
     routing: Routing
     output: Format
     gain_bias: float = 0.0
+
+
+def quantized_rows(rows: torch.Tensor, how: ActQuant | None, static_scale: torch.Tensor | None) -> torch.Tensor:
+    """What a GEMM multiplies for ``rows`` [R, K] float64: codes times scale, or the rows themselves when they stay unquantized.
+
+    static_scale: [R, 1] float64 for a static quantizer.
+    """
+    if how is None:
+        return rows
+    if static_scale is None:
+        quantized = quantize_activations(rows, how)
+        return quantized.codes * quantized.scale
+    return saturate(quotient(rows, static_scale), how.format, how.rounding) * static_scale
+
+
+def round_through(values: torch.Tensor, formats: tuple[Format, ...]) -> torch.Tensor:
+    """``values`` rounded to each format in turn."""
+    for fmt in formats:
+        values = round_to(values, fmt)
+    return values
+
+
+def static_rows(per_expert: list[float | None], topk_ids: torch.Tensor) -> torch.Tensor | None:
+    """Static activation scales of the flattened (token, slot) rows, [M*k, 1] float64; None for dynamic recipes."""
+    if per_expert[0] is None:
+        return None
+    return torch.tensor(per_expert, dtype=torch.float64)[topk_ids.flatten()].unsqueeze(1)
+
+
+def forward(
+    loaded: tuple[LoadedExpert, ...], hidden_states: torch.Tensor, routing: Routing, activation: Activation, recipe: Recipe
+) -> torch.Tensor:
+    """The recipe on numbers: contributions [M, k, H] float64, router weight included, before the sum over k.
+
+    hidden_states [M, H] in the hidden dtype. fp32 steps (accumulation, scales, bias, router weight) are evaluated in float64: their
+    roundings are the intervals' business. Roundings to a stored dtype and quantizers are applied as the recipe orders them.
+
+    Raises:
+        ValueError: when the router weight is on the input and k is not 1.
+    """
+    tokens, top_k = routing.topk_ids.shape
+    hidden_format = recipe.compute[-1]
+    weights = routing.topk_weights.reshape(-1, 1)
+    x = hidden_states.to(torch.float64)
+    if recipe.router_weight is RouterWeight.INPUT:
+        if top_k != 1:
+            raise ValueError(f"the router weight can be applied to the hidden states for top-k 1 only, got {top_k}")
+        x = round_to(x * round_to(weights, hidden_format), hidden_format)
+    rows = x.repeat_interleave(top_k, 0)
+    first = quantized_rows(rows, recipe.a1, static_rows([e.a1_scale for e in loaded], routing.topk_ids))
+    owner = routing.topk_ids.flatten()
+    used = [(e, (owner == e).nonzero().flatten()) for e in range(len(loaded))]
+    h13 = x.new_empty(tokens * top_k, loaded[0].w13.codes.shape[0])
+    for e, mine in used:
+        if mine.numel():
+            product = _gemm(first[mine], loaded[e].w13)
+            product = product * weights[mine] if recipe.router_weight is RouterWeight.GEMM1 else product
+            h13[mine] = round_through(product, recipe.compute)
+    intermediate = round_to(_activated(h13, activation, recipe), recipe.activation_store)
+    second = quantized_rows(intermediate, recipe.a2, static_rows([e.a2_scale for e in loaded], routing.topk_ids))
+    out = x.new_empty(tokens * top_k, loaded[0].w2.codes.shape[0])
+    for e, mine in used:
+        if mine.numel():
+            product = _gemm(second[mine], loaded[e].w2)
+            product = product * weights[mine] if recipe.router_weight is RouterWeight.GEMM2 else product
+            out[mine] = round_through(product, recipe.compute)
+    return out.reshape(tokens, top_k, -1)
+
+
+def _gemm(rows: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+    product = rows @ matrix.values().T
+    return product if matrix.bias is None else product + matrix.bias
+
+
+def _activated(h13: torch.Tensor, activation: Activation, recipe: Recipe) -> torch.Tensor:
+    act = function(activation)
+    if not activation.gated:
+        return act(h13)
+    gate, up = h13.chunk(2, 1)
+    gate = act(gate)
+    return (gate if recipe.gate_store is None else round_to(gate, recipe.gate_store)) * up

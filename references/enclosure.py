@@ -1,0 +1,125 @@
+"""The recipe on intervals: what every honest kernel's output must lie in. The steps of references/moe.py::forward, in the same order."""
+
+from __future__ import annotations
+
+import torch
+
+from references.bounds import (
+    Interval,
+    Operand,
+    activation_interval,
+    exactly,
+    matmul,
+    operand,
+    quantize,
+    router_weights,
+    scaled,
+    store,
+    sum_over_slots,
+    times,
+)
+from references.loading import LoadedExpert, Matrix
+from references.moe import Routing, static_rows
+from references.scales import GROUP
+from references.vocabulary import Accumulator, Activation, ActQuant, Format, Recipe, RouterWeight
+
+
+def _store_through(x: Interval, formats: tuple[Format, ...]) -> Interval:
+    for fmt in formats:
+        x = store(x, fmt)
+    return x
+
+
+def gemm(rows: Operand, a_scale: Interval | None, matrix: Matrix, accumulator: Accumulator) -> Interval:
+    """One expert's GEMM before bias and router weight, [R, N]: rows [R, K] against matrix [N, K].
+
+    One scale per row and per output channel: a single accumulation over K, then the scales. Scales per 128 columns
+    (fused_moe.py, fused_moe_kernel: one dot per 128 of K, times both scales, added to an fp32 accumulator, K ascending): the partial
+    results of the groups, each scaled, then added in order.
+    """
+    weights = operand(exactly(matrix.codes) if matrix.low is matrix.high else Interval(matrix.low, matrix.high), matrix.format)
+    a_groups = 1 if a_scale is None else a_scale.low.shape[1]
+    w_groups = 1 if matrix.scale is None else matrix.scale.shape[1]
+    if max(a_groups, w_groups) == 1:
+        return scaled(matmul(rows, weights, accumulator), a_scale, None if matrix.scale is None else matrix.scale[:, 0])
+    total: Interval | None = None
+    for g in range(max(a_groups, w_groups)):
+        columns = (slice(None), slice(g * GROUP, (g + 1) * GROUP))
+        column = (slice(None), slice(g, g + 1)) if a_groups > 1 else (slice(None), slice(0, 1))
+        w_scale = None if matrix.scale is None else matrix.scale[:, g if w_groups > 1 else 0]
+        part = scaled(matmul(rows[columns], weights[columns], accumulator), None if a_scale is None else a_scale[column], w_scale)
+        total = part if total is None else store(Interval(total.low + part.low, total.high + part.high), Format.FP32)
+    assert total is not None
+    return total
+
+
+def _expert_gemms(
+    rows: Interval,
+    how: ActQuant | None,
+    static_scale: torch.Tensor | None,
+    matrices: list[Matrix],
+    routing: Routing,
+    weights: Interval | None,
+    recipe: Recipe,
+) -> Interval:
+    """All experts' GEMM over the flattened (token, slot) rows [M*k, K] -> stored result [M*k, N]."""
+    codes, scale = (rows, None) if how is None else quantize(rows, how, static_scale)
+    prepared = operand(codes, recipe.output if how is None else how.format)
+    owner = routing.topk_ids.flatten()
+    low = rows.low.new_empty(rows.low.shape[0], matrices[0].codes.shape[0])
+    high = torch.empty_like(low)
+    for e, matrix in enumerate(matrices):
+        mine = (owner == e).nonzero().flatten()
+        if not mine.numel():
+            continue
+        x = gemm(prepared[mine], None if scale is None else scale[mine], matrix, recipe.accumulator)
+        if matrix.bias is not None:
+            x = store(Interval(x.low + matrix.bias, x.high + matrix.bias), Format.FP32)
+        if weights is not None:
+            x = store(times(x, weights[mine]), Format.FP32)
+        low[mine], high[mine] = x.low, x.high
+    return _store_through(Interval(low, high), recipe.compute)
+
+
+def _activated(h13: Interval, activation: Activation, recipe: Recipe) -> Interval:
+    if not activation.gated:
+        return store(activation_interval(activation, h13), recipe.activation_store)
+    half = h13.low.shape[1] // 2
+    gate, up = (h13[:, :half], h13[:, half:])
+    act = store(activation_interval(activation, gate), recipe.gate_store or Format.FP32)
+    return store(store(times(act, up), Format.FP32), recipe.activation_store)
+
+
+def enclose(
+    loaded: tuple[LoadedExpert, ...], hidden_states: torch.Tensor, routing: Routing, activation: Activation, recipe: Recipe
+) -> Interval:
+    """The layer's output on intervals, [M, H], before its last rounding to ``recipe.output``.
+
+    hidden_states [M, H] in the hidden dtype, known exactly.
+    """
+    tokens, top_k = routing.topk_ids.shape
+    weights = router_weights(routing.topk_weights, len(loaded), recipe.router_weight_exact)
+    flat = Interval(weights.low.reshape(-1, 1), weights.high.reshape(-1, 1))
+    x = exactly(hidden_states.to(torch.float64))
+    if recipe.router_weight is RouterWeight.INPUT:
+        x = store(times(x, store(flat, recipe.output)), recipe.output)
+    every_slot = torch.arange(tokens).repeat_interleave(top_k)
+    h13 = _expert_gemms(
+        x[every_slot],
+        recipe.a1,
+        static_rows([e.a1_scale for e in loaded], routing.topk_ids),
+        [e.w13 for e in loaded],
+        routing,
+        flat if recipe.router_weight is RouterWeight.GEMM1 else None,
+        recipe,
+    )
+    out = _expert_gemms(
+        _activated(h13, activation, recipe),
+        recipe.a2,
+        static_rows([e.a2_scale for e in loaded], routing.topk_ids),
+        [e.w2 for e in loaded],
+        routing,
+        flat if recipe.router_weight is RouterWeight.GEMM2 else None,
+        recipe,
+    )
+    return sum_over_slots(Interval(out.low.reshape(tokens, top_k, -1), out.high.reshape(tokens, top_k, -1)))

@@ -1,0 +1,155 @@
+"""What loading makes of an expert: one w13 and one w2, quantized online or requantized where the recipe says so.
+
+Codes are float64 values on the format's grid. Where a kernel's quotient may fall on either side of a tie, ``low`` and ``high`` hold the
+two codes and ``codes`` the one the format's definition gives; everywhere else they are the same tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from references.bounds import requantized_hull, weight_code_hull
+from references.formats import decode
+from references.quantize import Quantized, quantize_weights, requantize_to_max
+from references.scales import GROUP, expand, groups
+from references.vocabulary import ActQuant, Format, Layout, Recipe, W13Merge, WeightQuant
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from references.moe import Expert, Projection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix:
+    """One weight matrix as the GEMM reads it: value = codes * scale.
+
+    codes, low, high: [N, K] float64; low <= codes <= high, the very same tensor when nothing is in doubt.
+    scale: [N, G] float64, G = 1 or ceil(K / 128) (one per 128 columns); None when there is none.
+    bias: [N] float64 or None.
+    """
+
+    codes: torch.Tensor
+    low: torch.Tensor
+    high: torch.Tensor
+    format: Format
+    scale: torch.Tensor | None
+    bias: torch.Tensor | None
+
+    def values(self) -> torch.Tensor:
+        """codes * scale, [N, K] float64."""
+        if self.scale is None:
+            return self.codes
+        if self.scale.shape[1] == 1:
+            return self.codes * self.scale
+        return self.codes * self.scale.repeat_interleave(GROUP, 1)[:, : self.codes.shape[1]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedExpert:
+    """w13 [2*I or I, H] (gate rows first) and w2 [H, I]; static activation scales before each GEMM, None when dynamic."""
+
+    w13: Matrix
+    w2: Matrix
+    a1_scale: float | None
+    a2_scale: float | None
+
+
+def _row_scale(scale: torch.Tensor, layout: Layout, rows: int, cols: int) -> torch.Tensor:
+    """A layout's scale as [rows, G]."""
+    if layout is Layout.BLOCK128:
+        return scale.to(torch.float64).repeat_interleave(GROUP, 0)[:rows].reshape(rows, groups(cols))
+    return expand(scale, layout, rows, cols).expand(rows, 1)
+
+
+def _stored(projection: Projection) -> Matrix:
+    codes = decode(projection.codes, projection.format)
+    scale = None if projection.scale is None else _row_scale(projection.scale, projection.layout, *codes.shape)
+    bias = None if projection.bias is None else projection.bias.to(torch.float64)
+    return Matrix(codes=codes, low=codes, high=codes, format=projection.format, scale=scale, bias=bias)
+
+
+def _stack(parts: Sequence[Matrix]) -> Matrix:
+    if len(parts) == 1:
+        return parts[0]
+    codes = torch.cat([part.codes for part in parts])
+    exact = all(part.low is part.codes and part.high is part.codes for part in parts)
+    scales = [part.scale for part in parts if part.scale is not None]
+    biases = [part.bias for part in parts if part.bias is not None]
+    return Matrix(
+        codes=codes,
+        low=codes if exact else torch.cat([part.low for part in parts]),
+        high=codes if exact else torch.cat([part.high for part in parts]),
+        format=parts[0].format,
+        scale=torch.cat(scales) if scales else None,
+        bias=torch.cat(biases) if biases else None,
+    )
+
+
+def _online(weights: Matrix, how: WeightQuant) -> Matrix:
+    quantized = quantize_weights(weights.codes, how)
+    low, high = weight_code_hull(weights.codes, quantized, how)
+    scale = _row_scale(quantized.group_scale, how.layout, *weights.codes.shape)
+    return Matrix(codes=quantized.codes, low=low, high=high, format=how.format, scale=scale, bias=weights.bias)
+
+
+def _requantized(gate: Matrix, up: Matrix) -> list[Matrix]:
+    halves = [_per_tensor(gate), _per_tensor(up)]
+    merged = requantize_to_max(halves[0], halves[1], gate.format)
+    out = []
+    for matrix, before, after in zip((gate, up), halves, merged, strict=True):
+        low, high = requantized_hull(before, after, matrix.format)
+        scale = after.scale.expand(matrix.codes.shape[0], 1)
+        out.append(Matrix(codes=after.codes, low=low, high=high, format=matrix.format, scale=scale, bias=matrix.bias))
+    return out
+
+
+def _per_tensor(matrix: Matrix) -> Quantized:
+    if matrix.scale is None or matrix.scale.shape[1] != 1 or not bool((matrix.scale == matrix.scale[0]).all()):
+        raise ValueError("requantization to the larger scale is defined for per-tensor scales only")
+    scale = matrix.scale[0, 0]
+    return Quantized(codes=matrix.codes, scale=scale.reshape(1, 1), group_scale=scale)
+
+
+def _w13(expert: Expert, recipe: Recipe) -> Matrix:
+    halves = [_stored(half) for half in (expert.gate, expert.up) if half is not None]
+    how = recipe.weight_quant
+    if how is not None and how.layout is Layout.BLOCK128:
+        return _stack([_online(half, how) for half in halves])  # halves are padded to whole blocks: none spans gate and up
+    if how is not None:
+        return _online(_stack(halves), how)
+    if recipe.w13_merge is W13Merge.REQUANTIZE_TO_MAX and len(halves) == 2:
+        halves = _requantized(*halves)
+    return _stack(halves)
+
+
+def _static_scales(name: str, how: ActQuant | None, groups_of: Sequence[Sequence[Projection | None]], collapse: bool) -> list[float | None]:
+    """Per expert: the largest input_scale among its projections, or among all experts when the recipe collapses them."""
+    if how is None or how.dynamic:
+        return [None] * len(groups_of)
+    scales: list[float] = []
+    for expert, projections in enumerate(groups_of):
+        stored = [float(p.input_scale) for p in projections if p is not None and p.input_scale is not None]
+        if not stored:
+            raise ValueError(f"the recipe quantizes activations statically but expert {expert} has no {name} input_scale")
+        scales.append(max(stored))
+    return [max(scales)] * len(scales) if collapse else list(scales)
+
+
+def load(experts: Sequence[Expert], recipe: Recipe) -> tuple[LoadedExpert, ...]:
+    """Every expert as the recipe's loading leaves it.
+
+    Raises:
+        ValueError: when a static activation scale is missing, or per-tensor merging meets another layout.
+    """
+    first = _static_scales("w13", recipe.a1, [(e.gate, e.up) for e in experts], recipe.static_scale_max)
+    second = _static_scales("w2", recipe.a2, [(e.down,) for e in experts], recipe.static_scale_max)
+    out = []
+    for index, expert in enumerate(experts):
+        down = _stored(expert.down)
+        w2 = down if recipe.weight_quant is None else _online(down, recipe.weight_quant)
+        out.append(LoadedExpert(w13=_w13(expert, recipe), w2=w2, a1_scale=first[index], a2_scale=second[index]))
+    return tuple(out)
