@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
-_REFUSALS = (ValueError, NotImplementedError)  # exactly these: a pydantic ValidationError or a KeyError is an accident
+_REFUSALS = (ValueError, NotImplementedError, RuntimeError)  # exactly these: a pydantic ValidationError or a KeyError is an accident
 
 
 def verbatim(error: BaseException) -> str:
@@ -31,9 +31,10 @@ def _missing_operator(error: BaseException) -> str | None:
 def is_refusal(error: BaseException, package: Path) -> bool:
     """Whether vLLM (installed in ``package``) declined with a reason, while it chose how to run the layer.
 
-    That is: a ValueError or NotImplementedError itself, with a text, raised by a statement of vLLM's own Python code.
+    That is: a ValueError, NotImplementedError or RuntimeError itself, with a text, from a ``raise`` statement in vLLM's own code:
+    what torch raises below a vLLM frame is no refusal, nor is an assertion.
     """
     if type(error) not in _REFUSALS or not str(error) or _missing_operator(error) is not None:
         return False
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and package in Path(frames[-1].filename).parents
+    return bool(frames) and package in Path(frames[-1].filename).parents and (frames[-1].line or "").lstrip().startswith("raise ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import warnings
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def pristine() -> Iterator[None]:
-    """Restore default dtype and device, grad mode, random state, thread count, environment, directory and warning filters.
+    """Restore default dtype and device, grad mode, random state, thread count, environment, directory,
+    exception hook and warning filters.
 
     vLLM's own contexts (config, forward context) restore themselves and are entered inside this one.
     """
@@ -23,7 +25,7 @@ def pristine() -> Iterator[None]:
     grad, threads = torch.is_grad_enabled(), torch.get_num_threads()
     deterministic = torch.are_deterministic_algorithms_enabled()
     random_state = torch.random.get_rng_state()
-    environment, directory = dict(os.environ), os.getcwd()
+    environment, directory, excepthook = dict(os.environ), os.getcwd(), sys.excepthook
     try:
         with warnings.catch_warnings():
             yield
@@ -42,3 +44,4 @@ def pristine() -> Iterator[None]:
             os.environ.update(environment)
         if os.getcwd() != directory:
             os.chdir(directory)
+        sys.excepthook = excepthook  # torch.distributed installs one that prefixes every line with the rank

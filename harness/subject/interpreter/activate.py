@@ -28,7 +28,10 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     LANE_VARIABLE: LANE,
 }
-QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CONFIGURE_LOGGING": "1"}  # a level the user has set wins
+DEFAULTS = {  # what the user has set wins
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_COMPILE_DISABLE": "1",  # vLLM compiles small helpers; tracing one costs seconds, and the code is the same uncompiled
+}
 
 _activated = False
 
@@ -76,7 +79,7 @@ def prepare_environment() -> None:
     if torch is not None and torch.cuda.is_initialized():
         raise SubjectUnavailable("CUDA was initialised before the interpreter lane was prepared: call prepare_environment() first")
     os.environ.update(ENVIRONMENT)
-    for name, value in QUIET.items():
+    for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
 
 

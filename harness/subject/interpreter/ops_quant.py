@@ -30,8 +30,9 @@ def _check(condition: bool, message: str) -> None:
 
 
 def _check_scale(scale: torch.Tensor) -> None:
-    # const_data_ptr<float>() on another dtype throws
-    _check(scale.dtype == torch.float32, f"expected scalar type Float but found {str(scale.dtype).removeprefix('torch.')}")
+    # const_data_ptr<float>() of torch's stable Tensor throws on any other dtype
+    found = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float64: "Double"}.get(scale.dtype, str(scale.dtype))
+    _check(scale.dtype == torch.float32, f"expected scalar type Float but found {found}")
 
 
 def to_int8_rn(x: torch.Tensor) -> torch.Tensor:
