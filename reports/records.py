@@ -1,8 +1,8 @@
 """Records: one JSON line per (case, entry, backend), written and flushed as it happens.
 
 A run's directory holds one ``worker-<id>.jsonl`` per worker and, once merged, ``records.jsonl``. A worker file tells a
-story line by line: ``started``, ``stage`` (once per stage entered), ``finished`` (the record). A worker killed between
-``started`` and ``finished`` leaves a pair without a record; ``merge`` turns it into one that says where it died.
+story line by line: ``opened`` (the subject), ``started``, ``stage`` (each as it is entered), ``finished`` (the record).
+A worker killed between ``started`` and ``finished`` leaves a pair without a record; ``merge`` makes one that says where it died.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from harness.verdict import FaultFit, Outcome, Verdict
 
 MERGED = "records.jsonl"
-_WORKERS = "worker-*.jsonl"
 
 
 class RecordsUnreadable(ValueError):
@@ -33,13 +32,26 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """What happened to one pair on one backend. Only this is rendered; nothing is looked up again."""
+class Start:
+    """What is known of a pair before it runs."""
 
     case: str  # MoECase id
     entry: str
     backend: str
     fields: dict[str, object]  # the case, field by field; "seed" among them
+    environment: dict[str, str]
+    worker: str
+
+    @property
+    def pair(self) -> str:
+        """``case[entry]``, the id pytest shows."""
+        return f"{self.case}[{self.entry}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record(Start):
+    """What happened to one pair on one backend. Only this is rendered; nothing is looked up again."""
+
     verdict: Verdict
     status: Status
     news: str = ""  # why it is NEW, for someone who has never seen the harness
@@ -47,14 +59,12 @@ class Record:
     link: str = ""  # upstream report of that entry
     ran: dict[str, object] = field(default_factory=dict)  # experts class, GEMM dtypes, recipe: what really ran
     seconds: dict[str, float] = field(default_factory=dict)  # stage -> seconds
-    environment: dict[str, str] = field(default_factory=dict)
-    worker: str = ""
     peak_rss_bytes: int = 0  # of the worker process so far
 
-    @property
-    def pair(self) -> str:
-        """``case[entry]``, the id pytest shows."""
-        return f"{self.case}[{self.entry}]"
+    @classmethod
+    def of(cls, start: Start, **rest: Any) -> Record:
+        """The record of a pair that was started."""
+        return cls(**{f.name: getattr(start, f.name) for f in fields(Start)}, **rest)
 
     def to_json(self) -> str:
         """One line, no newline in it. NaN and infinities are written as Python's json writes them."""
@@ -63,7 +73,12 @@ class Record:
     @classmethod
     def from_json(cls, line: str) -> Record:
         """Inverse of ``to_json``. Raises ValueError, KeyError or TypeError on anything else."""
-        data = json.loads(line)
+        return cls.from_dict(json.loads(line))
+
+    @classmethod
+    def from_dict(cls, given: dict[str, Any]) -> Record:
+        """From the parsed line. Raises ValueError, KeyError or TypeError on anything else."""
+        data = dict(given)
         unknown = set(data) - {f.name for f in fields(cls)}
         if unknown:
             raise ValueError(f"unknown fields {sorted(unknown)}")
@@ -73,32 +88,15 @@ class Record:
         return cls(verdict=Verdict(outcome=outcome, fits=fits, **verdict), status=Status(data.pop("status")), **data)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unfinished:
-    """A pair whose worker ended before its record: where it was, and how far it had come."""
-
-    case: str
-    entry: str
-    backend: str
-    fields: dict[str, object]
-    stage: str
-    worker: str
-    environment: dict[str, str]
-
-    def record(self) -> Record:
-        """The record it could not write itself."""
-        claim = f"worker {self.worker} ended while this pair was at stage '{self.stage}'"
-        return Record(
-            case=self.case,
-            entry=self.entry,
-            backend=self.backend,
-            fields=self.fields,
-            verdict=Verdict(outcome=Outcome.RUN_ERROR, claim=claim, signature=f"WORKER_ENDED@{self.stage}"),
-            status=Status.NEW,
-            news=claim + "; run it alone to see why",
-            environment=self.environment,
-            worker=self.worker,
-        )
+def died(start: Start, stage: str) -> Record:
+    """The record of a pair whose worker ended before it could write one."""
+    claim = f"worker {start.worker} ended while this pair was at stage '{stage}'"
+    return Record.of(
+        start,
+        verdict=Verdict(outcome=Outcome.RUN_ERROR, claim=claim, signature=f"WORKER_ENDED@{stage}"),
+        status=Status.NEW,
+        news=f"{claim}; run it alone to see why",
+    )
 
 
 class Recorder:
@@ -110,10 +108,13 @@ class Recorder:
         self._worker = worker
         self._file: IO[str] = (directory / f"worker-{worker}.jsonl").open("a", encoding="utf-8")
 
-    def started(self, *, case: str, entry: str, backend: str, fields: dict[str, object], environment: dict[str, str]) -> None:
+    def opened(self, subject: str, seconds: float) -> None:
+        """The subject is ready; ``seconds`` went into importing and preparing it."""
+        self._write({"opened": {"subject": subject, "seconds": seconds, "worker": self._worker}})
+
+    def started(self, start: Start) -> None:
         """A pair begins."""
-        start = {"case": case, "entry": entry, "backend": backend, "fields": fields, "environment": environment}
-        self._write({"started": {**start, "worker": self._worker}})
+        self._write({"started": asdict(start)})
 
     def stage(self, name: str) -> None:
         """The pair in progress enters a stage."""
@@ -135,45 +136,55 @@ class Recorder:
         self._file.flush()
 
 
-def read_worker(path: Path) -> tuple[list[Record], Unfinished | None]:
-    """The records a worker finished, and the pair it was at when it ended, if any.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerStory:
+    """A worker's file, read back."""
 
-    A last line without its newline is what a killed worker leaves and is passed over.
+    records: list[Record]
+    died_at: Record | None  # the pair in progress when the file ends, as a record
+    open_seconds: float | None  # importing and preparing the subject
+
+
+def read_worker(path: Path) -> WorkerStory:
+    """A last line without its newline is what a killed worker leaves, and is passed over.
 
     Raises:
         RecordsUnreadable: any other line that cannot be read.
     """
     records: list[Record] = []
-    unfinished: Unfinished | None = None
+    start: Start | None = None
+    stage, open_seconds = "prepare", None
     with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             if not line.endswith("\n"):
                 break
             try:
-                event = json.loads(line)
-                match event:
-                    case {"started": start}:
-                        unfinished = Unfinished(stage="prepare", **start)
-                    case {"stage": str(stage)} if unfinished:
-                        unfinished = Unfinished(**{**asdict(unfinished), "stage": stage})
-                    case {"finished": finished}:
-                        records.append(Record.from_json(json.dumps(finished)))
-                        unfinished = None
+                match json.loads(line):
+                    case {"opened": {"seconds": float(seconds)}}:
+                        open_seconds = seconds
+                    case {"started": dict(given)}:
+                        start, stage = Start(**given), "prepare"
+                    case {"stage": str(name)}:
+                        stage = name
+                    case {"finished": dict(given)}:
+                        records.append(Record.from_dict(given))
+                        start = None
                     case _:
                         raise ValueError("not an event")
             except (ValueError, KeyError, TypeError) as error:
                 raise RecordsUnreadable(f"{path}:{number}: not a record ({error})") from error
-    return records, unfinished
+    return WorkerStory(records=records, died_at=died(start, stage) if start else None, open_seconds=open_seconds)
+
+
+def worker_files(directory: Path) -> list[Path]:
+    """One a worker, restarted workers included."""
+    return sorted(directory.glob("worker-*.jsonl"))
 
 
 def merge(directory: Path) -> list[Record]:
     """All workers' records, plus one for each pair a worker died in, sorted by pair; also written to ``records.jsonl``."""
-    records: list[Record] = []
-    for path in sorted(directory.glob(_WORKERS)):
-        finished, unfinished = read_worker(path)
-        records += finished
-        if unfinished:
-            records.append(unfinished.record())
+    stories = [read_worker(path) for path in worker_files(directory)]
+    records = [record for story in stories for record in (*story.records, *([story.died_at] if story.died_at else []))]
     records.sort(key=lambda record: (record.backend, record.case, record.entry))
     write(directory / MERGED, records)
     return records

@@ -1,0 +1,3 @@
+"""Wiring only: the options and hooks are in harness/suite/plugin.py."""
+
+pytest_plugins = ["harness.suite.plugin"]

@@ -1,0 +1,68 @@
+"""The options of a run, validated once: the same for pytest, its workers and ``moediff run``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cases.case import Entry, Level
+from harness.backends import Backend, UnknownBackend
+from harness.exits import Misuse
+from harness.gpus import default_backend, visible_gpus
+from harness.pairs import Pair, parse_entry, parse_level, select
+
+if TYPE_CHECKING:
+    import pytest
+
+OUT = Path("reports/out")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What to run, on what."""
+
+    backend: Backend
+    level: Level
+    cases: tuple[str, ...]  # ids; empty: the level
+    entry: Entry | None
+    subject: str  # "vllm", "fake" or "fake:FAULT"
+    records: Path
+
+    def pairs(self) -> tuple[Pair, ...]:
+        """In the generator's order. Raises Misuse."""
+        return select(self.level, self.cases, self.entry)
+
+    @classmethod
+    def of(cls, config: pytest.Config) -> Options:
+        """Raises Misuse with a sentence for the option that is wrong."""
+        entry, records = config.getoption("entry"), config.getoption("records")
+        return cls(
+            backend=parse_backend(config.getoption("backend")),
+            level=parse_level(config.getoption("level")),
+            cases=tuple(config.getoption("case")),
+            entry=None if entry is None else parse_entry(entry),
+            subject=config.getoption("subject"),
+            records=Path(records).absolute(),
+        )
+
+
+def parse_backend(text: str | None) -> Backend:
+    """None: the lane of this machine. Raises Misuse for an unknown backend."""
+    if text is None:
+        return default_backend(visible_gpus())
+    try:
+        return Backend.parse(text)
+    except UnknownBackend as error:
+        raise Misuse(str(error)) from None
+
+
+def add_to(parser: pytest.Parser) -> None:
+    """The options of the pairs, for pytest."""
+    group = parser.getgroup("moediff", "the (case, entry) pairs of harness/suite")
+    group.addoption("--backend", default=None, help="lane to run on; default: the one this machine can run")
+    group.addoption("--level", default=Level.SMOKE.value, help=f"{', '.join(Level)}; default: smoke")
+    group.addoption("--case", action="append", default=[], metavar="ID", help="this case instead of a level; may be repeated")
+    group.addoption("--entry", default=None, help=f"only through this entry: {', '.join(Entry)}")
+    group.addoption("--subject", default="vllm", help="vllm; or fake[:FAULT], the harness without vLLM, with one fault injected")
+    group.addoption("--records", default=str(OUT), metavar="DIR", help=f"where records are written; default: {OUT}")

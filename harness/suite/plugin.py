@@ -1,0 +1,148 @@
+"""The pytest plugin: options, one worker per process, one run directory, the summary. Imports neither torch nor vLLM.
+
+A process runs pairs (an xdist worker, or pytest without ``-n``), or gathers what they wrote (the xdist controller, or again
+pytest without ``-n``).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from harness.backends import SPECS
+from harness.exits import Exit, Misuse
+from harness.gpus import cores, visible_gpus, worker_count, worker_environment
+from harness.subject import SubjectUnavailable
+from harness.suite import gather
+from harness.suite.options import Options, add_to
+from harness.suite.worker import Worker
+from reports import summary
+from reports.records import Record, Status
+
+
+class Stopped(NamedTuple):
+    """Why a run ended before its pairs did."""
+
+    sentence: str
+    exit: Exit
+
+
+OPTIONS = pytest.StashKey[Options]()
+DIRECTORY = pytest.StashKey[Path]()
+STOPPED = pytest.StashKey[Stopped]()
+GATHERED = pytest.StashKey[list[Record]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of the pairs."""
+    add_to(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Validate, prepare the process before anything imports torch, choose the run's directory."""
+    try:
+        options = Options.of(config)
+        if options.cases or options.entry:
+            options.pairs()
+    except Misuse as error:
+        pytest.exit(str(error), returncode=error.exit)
+    config.stash[OPTIONS] = options
+    given = getattr(config, "workerinput", {}).get("moediff_directory")
+    config.stash[DIRECTORY] = Path(given) if given else gather.new_directory(options)
+
+
+def prepare_process(options: Options) -> None:
+    """Set what torch, triton and vLLM read while they are imported."""
+    os.environ.update(worker_environment(options.backend, worker_id(), visible_gpus()))
+    if not SPECS[options.backend].needs_gpu and options.subject == "vllm":
+        from harness.subject.interpreter.activate import prepare_environment
+
+        prepare_environment()
+
+
+def worker_id() -> str:
+    """ "gw3", or "main" without xdist."""
+    return os.environ.get("PYTEST_XDIST_WORKER", "main")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """``-n auto``: GPUs x slots on a CUDA lane, cores elsewhere."""
+    try:
+        return worker_count(Options.of(config).backend, visible_gpus(), cores())
+    except Misuse as error:
+        pytest.exit(str(error), returncode=error.exit)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell each xdist worker where to write."""
+    node.workerinput["moediff_directory"] = str(node.config.stash[DIRECTORY])
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test per pair."""
+    if "pair" in metafunc.fixturenames:
+        pairs = metafunc.config.stash[OPTIONS].pairs()
+        metafunc.parametrize("pair", pairs, ids=[pair.id for pair in pairs])
+
+
+@pytest.fixture(scope="session")
+def worker(pytestconfig: pytest.Config) -> Iterator[Worker]:
+    """The process's worker; opens the subject with its first pair."""
+    options = pytestconfig.stash[OPTIONS]
+    prepare_process(options)
+    made = Worker(options, pytestconfig.stash[DIRECTORY], worker_id())
+    try:
+        made.open()
+    except (SubjectUnavailable, Misuse) as error:
+        pytestconfig.stash[STOPPED] = Stopped(str(error), getattr(error, "exit", Exit.MISUSE))
+        pytest.fail(str(error), pytrace=False)
+    yield made
+    made.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A subject that cannot be driven here ends the run, not one pair after another."""
+    result = yield
+    if stopped := item.config.stash.get(STOPPED, None):
+        item.session.shouldstop = stopped.sentence
+        getattr(item.config, "workeroutput", {})["moediff_stopped"] = [stopped.sentence, int(stopped.exit)]
+    return result
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker that could not drive the subject has said why."""
+    if given := getattr(node, "workeroutput", {}).get("moediff_stopped"):
+        node.config.stash[STOPPED] = Stopped(given[0], Exit(given[1]))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Once every worker has ended: one file of records, and an exit status that says what they say."""
+    directory = session.config.stash[DIRECTORY]
+    if hasattr(session.config, "workerinput") or not directory.is_dir():
+        return
+    session.config.stash[GATHERED] = gathered = gather.gather(directory)
+    if stopped := session.config.stash.get(STOPPED, None):
+        session.exitstatus = stopped.exit
+    elif session.exitstatus == Exit.AS_THE_LEDGER_SAYS and any(record.status is Status.NEW for record in gathered):
+        session.exitstatus = Exit.NEWS
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Cases by outcome, upstream faults confirmed, what is new, where the records are."""
+    config = terminalreporter.config
+    if stopped := config.stash.get(STOPPED, None):
+        sys.stderr.write(f"moediff: {stopped.sentence}\n")
+    if records := config.stash.get(GATHERED, None):
+        width = min(shutil.get_terminal_size().columns, 160)
+        terminalreporter.write_line(summary.render(records, where=config.stash[DIRECTORY], width=width, color=terminalreporter.hasmarkup))

@@ -1,0 +1,108 @@
+"""One worker process: one subject, one pair after another, one record each."""
+
+from __future__ import annotations
+
+import resource
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from harness.environment import environment
+from harness.suite import subjects
+from harness.verdict import Outcome
+from reports.records import Record, Recorder, Start, Status
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from cases.batch import Batch
+    from cases.case import Entry, MoECase
+    from cases.checkpoint import Checkpoint
+    from harness.pairs import Pair
+    from harness.subject import Loaded, Ran, Subject
+    from harness.suite.options import Options
+    from harness.verdict import Verdict
+
+
+class Staged:
+    """A subject that tells the recorder which stage a pair is at, so that a killed worker has said where it was."""
+
+    def __init__(self, subject: Subject, recorder: Recorder) -> None:
+        """Wraps ``subject``; changes nothing it takes or returns."""
+        self._subject, self._recorder = subject, recorder
+        self.name = subject.name
+
+    def load(self, case: MoECase, entry: Entry, checkpoint: Checkpoint) -> Loaded:
+        """As the subject's."""
+        self._recorder.stage("load")
+        loaded = self._subject.load(case, entry, checkpoint)
+        self._recorder.stage("loaded")
+        return loaded
+
+    def run(self, loaded: Loaded, batch: Batch) -> Ran:
+        """As the subject's."""
+        self._recorder.stage("run")
+        ran = self._subject.run(loaded, batch)
+        self._recorder.stage("compare")
+        return ran
+
+
+class Worker:
+    """Runs pairs and says what is new about each."""
+
+    def __init__(self, options: Options, directory: Path, name: str) -> None:
+        """``directory`` is this run's; ``name`` the worker's id."""
+        self._options, self._name = options, name
+        self._recorder = Recorder(directory, name)
+
+    def open(self) -> None:
+        """Open the subject: this is where vLLM is imported. Raises SubjectUnavailable or Misuse."""
+        began = time.perf_counter()
+        subject = subjects.open_subject(self._options.subject, self._options.backend)
+        self._recorder.opened(subject.name, time.perf_counter() - began)
+        self._subject = Staged(subject, self._recorder)
+        self._environment = {**environment(), "subject": subject.name}
+
+    def run(self, pair: Pair) -> Record:
+        """The pair's record, written before it is returned."""
+        from harness.pipeline import run_pair
+
+        options = self._options
+        start = Start(
+            case=pair.case.id,
+            entry=pair.entry.value,
+            backend=options.backend.value,
+            fields=asdict(pair.case),
+            environment=self._environment,
+            worker=self._name,
+        )
+        self._recorder.started(start)
+        result = run_pair(pair.case, pair.entry, options.backend, self._subject)
+        status, news, ledger, link = self._standing(pair, result.verdict)
+        record = Record.of(
+            start,
+            verdict=result.verdict,
+            status=status,
+            news=news,
+            ledger=ledger,
+            link=link,
+            ran=result.extras,
+            seconds=result.timings,
+            peak_rss_bytes=peak_rss_bytes(),
+        )
+        self._recorder.finished(record)
+        return record
+
+    def _standing(self, pair: Pair, verdict: Verdict) -> tuple[Status, str, str, str]:
+        if verdict.outcome in (Outcome.PASS, Outcome.UNSUPPORTED):
+            return Status.CLEAN, "", "", ""
+        return Status.NEW, f"{verdict.outcome}: {verdict.claim}\n{verdict.detail}", "", ""
+
+    def close(self) -> None:
+        """After the last pair."""
+        self._recorder.close()
+
+
+def peak_rss_bytes() -> int:
+    """Most memory this process has held so far; Linux counts it in KiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,65 @@
+"""A pytest plugin (``-p harness.tests.stub_run``) that puts a stub where subject and pipeline stand: the run without the truth.
+
+Pairs pass in no time and without torch, except those whose position in the level the environment names:
+STUB_FAIL (MISMATCH), STUB_KILL (SIGKILL while "running"), STUB_RAISE (an exception out of the pipeline), STUB_UNAVAILABLE=1.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from cases.case import Entry, Level, MoECase
+from cases.generate import pairs
+from harness.backends import Backend
+from harness.subject import SubjectUnavailable
+from harness.suite import subjects
+from harness.verdict import Outcome, Verdict
+
+
+@dataclass
+class StubResult:
+    verdict: Verdict
+    timings: dict[str, float] = field(default_factory=lambda: {"load": 0.25, "run": 0.5})
+    extras: dict[str, object] = field(default_factory=lambda: {"experts_class": "StubExperts", "recipe": "stub"})
+
+
+class StubSubject:
+    name = "stub"
+
+    def load(self, *_: object) -> Any:
+        return None
+
+    def run(self, *_: object) -> Any:
+        if os.environ.get("STUB_NOW_KILL"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def open_stub(spec: str, backend: Backend) -> StubSubject:
+    if os.environ.get("STUB_UNAVAILABLE"):
+        raise SubjectUnavailable("the stub was told to be unavailable: unset STUB_UNAVAILABLE")
+    return StubSubject()
+
+
+def run_pair(case: MoECase, entry: Entry, backend: Backend, subject: Any) -> StubResult:
+    position = str(pairs(Level.SMOKE).index((case, entry)))
+    subject.load(case, entry, None)
+    if position == os.environ.get("STUB_KILL"):
+        os.environ["STUB_NOW_KILL"] = "1"
+    subject.run(None, None)
+    if position == os.environ.get("STUB_RAISE"):
+        raise RuntimeError("the stub's pipeline broke")
+    if position == os.environ.get("STUB_FAIL"):
+        return StubResult(Verdict(outcome=Outcome.MISMATCH, claim="the stub was told to fail", margin=3.0, signature="STUB"))
+    return StubResult(Verdict(outcome=Outcome.PASS, claim="inside the bound", margin=0.25))
+
+
+def pytest_configure() -> None:
+    pipeline = ModuleType("harness.pipeline")
+    pipeline.run_pair = run_pair  # type: ignore[attr-defined]
+    sys.modules["harness.pipeline"] = pipeline
+    subjects.open_subject = open_stub  # type: ignore[assignment]
