@@ -23,7 +23,8 @@ def silu(x: torch.Tensor) -> torch.Tensor:
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
     """x * Phi(x) with the error function, float64. erfc keeps the left tail's relative accuracy."""
-    return 0.5 * x * torch.special.erfc(-x / math.sqrt(2.0))
+    tail: torch.Tensor = torch.special.erfc(-x / math.sqrt(2.0))
+    return 0.5 * x * tail
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:

@@ -11,9 +11,10 @@ one rounds to a multiple of V = ulp(z) <= U, errs by at most V/2, and one operan
     |error| <= sum_k max(0, U - l_k),
 
 which is 0 when every addend is a multiple of U (integers below 2**24, lattices, most FP8 products) and never needs the order. It is
-evaluated through max(0, 1 - r) <= C / sqrt(r) with r = l/U and C = max over r of (1 - r) sqrt(r) = 2 / (3 sqrt 3), one matrix product
-because l(a * w) = l(a) * l(w). It is combined with the classical (n - 1) * U / 2 for n addends. A partial sum lies between minus the sum
-of the negative addends and the sum of the positive ones, so B = (sum|p| + |sum p|) / 2.
+evaluated through max(0, 1 - r) <= C(q) / r**q with r = l/U and C(q) = max over r of (1 - r) r**q: a matrix product, because
+l(a * w) = l(a) * l(w). q = 1 is close for typical products, q = 1/2 bears a few tiny ones; the smaller counts, as does the classical
+(n - 1) * U / 2 for n addends. A partial sum lies between minus the sum of the negative addends and the sum of the positive ones, so
+B = (sum|p| + |sum p|) / 2.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ GELU_TANH_ABSOLUTE = 7.0 * 0.4477 * U32 + 2.0 * U32 * 2.0 + 2.0 * U32
 GELU_RELATIVE = 2.0 * U32  # the products by g and by 1/2
 _TINY = 2.0**-126  # results below fp32's normal range may be flushed to zero
 
-_LEMMA = 2.0 / (3.0 * math.sqrt(3.0))
+_LEMMA_HALF = 2.0 / (3.0 * math.sqrt(3.0))  # C(1/2)
+_LEMMA_ONE = 0.25  # C(1)
 _INT8_TILE = 32  # tl.dot's smallest K for 8-bit operands: at most ceil(K / 32) int32 tiles are added in fp32
 
 
@@ -159,13 +161,15 @@ def _accumulation_error(a: Operand, w: Operand, total: torch.Tensor, size: torch
     ulp = _magnitude_ulp(partial)
     classical = (terms - 1) * ulp / 2.0
     if limits(a.format).significand_bits + limits(w.format).significand_bits <= 24:  # every product is an fp32 number
-        far = a.lowest * w.lowest[torch.isfinite(w.lowest)].amax() < ulp.amin(1, keepdim=True) / 64.0 if w.lowest.isfinite().any() else None
-        root_a = a.lowest.rsqrt()
-        lemma = torch.zeros_like(ulp)
-        if far is not None and bool(far.any()):  # count these whole: their 1/sqrt would drown the row
-            lemma = far.sum(1, keepdim=True) * ulp
-            root_a = torch.where(far, torch.zeros_like(root_a), root_a)
-        lemma = lemma + _LEMMA * ulp.pow(1.5) * (root_a @ w.lowest.rsqrt().T)
+        root_a, root_w = a.lowest.rsqrt(), w.lowest.rsqrt()
+        whole = torch.zeros_like(partial[:, :1])
+        if a.radius is not None:  # intervals around zero are multiples of next to nothing: counted whole, they do not drown their row
+            far = a.lowest * w.lowest.masked_fill(torch.isinf(w.lowest), 0.0).amax() < ulp.amin(1, keepdim=True) / 64.0
+            whole = far.sum(1, keepdim=True)
+            root_a = root_a.masked_fill(far, 0.0)
+        half = _LEMMA_HALF * ulp.pow(1.5) * (root_a @ root_w.T)
+        one = _LEMMA_ONE * ulp.square() * (root_a.square() @ root_w.square().T)
+        lemma = whole * ulp + torch.minimum(half, one)
         error = torch.minimum(classical, lemma)
     else:
         error = classical + U32 * size  # and one rounding per product where it is not fused into the addition

@@ -54,10 +54,8 @@ def quantize_activations(x: torch.Tensor, how: ActQuant, static_scale: float | N
     """
     if how.dynamic == (static_scale is not None):
         raise ValueError("a static activation quantizer needs static_scale, a dynamic one computes its own")
-    if static_scale is None:
-        group_scale = dynamic_scale(group_amax(x, how.layout), how)
-    else:
-        group_scale = torch.tensor(static_scale, dtype=torch.float64)
+    fixed = None if static_scale is None else torch.tensor(static_scale, dtype=torch.float64)
+    group_scale = dynamic_scale(group_amax(x, how.layout), how) if fixed is None else fixed
     scale = expand(group_scale, how.layout if how.dynamic else Layout.TENSOR, *x.shape)
     return Quantized(codes=saturate(quotient(x, scale), how.format, how.rounding), scale=scale, group_scale=group_scale)
 
