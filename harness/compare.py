@@ -47,8 +47,9 @@ class Bits:
 def compare(answer: Answer, actual: torch.Tensor, *, repeat: torch.Tensor | None = None) -> Comparison:
     """Compare ``actual`` [M, H] with what the reference allows; ``repeat`` is the same run once more.
 
-    Honest means round(low) <= actual <= round(high) in ``answer.output``, elementwise. Margin of an element: the smallest t >= 0 such
-    that actual is a rounding of something in [expected - t (expected - low), expected + t (high - expected)].
+    Honest means round(low) <= actual <= round(high) in ``answer.output``, elementwise. Margin of an element: its error over what is
+    allowed, |actual - expected| / (radius on that side + the last rounding's half gap at actual). As rounding is monotone, the
+    margin is at most 1 exactly where the element is honest; 0 means equal to the unrounded expected value.
     """
     differing = attributes(actual, answer.expected.shape, torch_dtype(answer.output))
     if differing:
@@ -109,13 +110,13 @@ def attributes(actual: torch.Tensor, shape: torch.Size, dtype: torch.dtype, devi
 def _margins(answer: Answer, actual: torch.Tensor) -> torch.Tensor:
     """[M, H] f64 margins; > 1 exactly where the element is outside its interval."""
     lower, upper = preimage(actual)
-    over, under = lower - answer.expected, answer.expected - upper  # > 0: distance from expected up / down to the preimage
-    distance = torch.maximum(over, under).clamp_min(0)
-    radius = torch.where(over > 0, answer.high - answer.expected, answer.expected - answer.low)
-    margins = torch.where(distance == 0, 0.0, distance / radius)  # x / 0 is inf: a point interval allows nothing else
+    wide = actual.double()
+    error = wide - answer.expected
+    allowed = torch.where(error > 0, answer.high - answer.expected + (wide - lower), answer.expected - answer.low + (upper - wide))
+    margins = torch.where(error == 0, 0.0, error.abs() / allowed)
     even = (actual.contiguous().view(_INTEGER[actual.element_size()]) & 1) == 0  # a tie rounds to it: the edges are its own
     inside = torch.where(even, (answer.low <= upper) & (answer.high >= lower), (answer.low < upper) & (answer.high > lower))
-    far = margins.nan_to_num(torch.inf, torch.inf).clamp_min(math.nextafter(1, 2)).masked_fill(answer.low == answer.high, torch.inf)
+    far = margins.nan_to_num(torch.inf, torch.inf).clamp_min(math.nextafter(1, 2))
     margins = torch.where(inside, margins.nan_to_num(0.0, torch.inf).clamp_max(1.0), far)
     nan_here, nan_there = torch.isnan(actual), torch.isnan(answer.expected)
     margins = torch.where(nan_here != nan_there, torch.inf, margins)

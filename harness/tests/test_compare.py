@@ -78,23 +78,24 @@ def test_attributes_come_first() -> None:
 
 
 def test_zero_radius_demands_the_rounding_of_expected() -> None:
-    assert one(1.0 + 2.0**-9, 1.0).margin == 0.0
+    assert one(1.0, 1.0).margin == 0.0
+    assert one(1.0 + 2.0**-9, 1.0).margin == 0.5  # half of the half gap
     wrong = one(1.0, 1.0 + 2.0**-7)
-    assert (wrong.outcome, wrong.margin) == (Outcome.MISMATCH, math.inf)
+    assert (wrong.outcome, wrong.margin) == (Outcome.MISMATCH, 2.0)  # a gap where half a gap is allowed
 
 
-def test_margin_is_the_distance_to_the_preimage_over_the_radius_of_that_side() -> None:
-    # bf16 at 1: the preimage of 1.0078125 is [1.00390625, 1.01171875]
+def test_margin_is_the_error_over_the_radius_and_the_half_gap() -> None:
+    # bf16 at 1.0078125: half a gap is 2**-8
     comparison = one(1.0, 1.0078125, radius=0.0078125)
-    assert comparison.margin == 0.5
+    assert comparison.margin == pytest.approx(2**-7 / (2**-7 + 2**-8))
     assert comparison.outcome is Outcome.PASS
-    assert one(1.0, 1.0078125, radius=2.0**-10).margin == 4.0
+    assert one(1.0, 1.0078125, radius=2.0**-10).margin == pytest.approx(2**-7 / (2**-10 + 2**-8))
 
 
 def test_a_tie_goes_to_the_even_neighbour_only() -> None:
     tie = 1.0 + 2.0**-8  # between 1 (even) and 1 + 2**-7 (odd)
     assert one(tie, 1.0).outcome is Outcome.PASS
-    assert one(tie, 1.0 + 2.0**-7).margin == math.inf
+    assert one(tie, 1.0 + 2.0**-7).outcome is Outcome.MISMATCH
     edge = one(1.0, 1.0 + 2.0**-7, radius=2.0**-8)  # the interval only touches the odd neighbour's open edge
     assert edge.outcome is Outcome.MISMATCH
     assert edge.margin is not None
