@@ -48,8 +48,8 @@ def compare(answer: Answer, actual: torch.Tensor, *, repeat: torch.Tensor | None
     """Compare ``actual`` [M, H] with what the reference allows; ``repeat`` is the same run once more.
 
     Honest means round(low) <= actual <= round(high) in ``answer.output``, elementwise. Margin of an element: its error over what is
-    allowed, |actual - expected| / (radius on that side + the last rounding's half gap at actual). As rounding is monotone, the
-    margin is at most 1 exactly where the element is honest; 0 means equal to the unrounded expected value.
+    allowed, |actual - expected| / (radius on that side + the last rounding's half gap at actual); as rounding is monotone, it is at
+    most 1 exactly where the element is honest. Where the radius is zero only one value is allowed: 0 for it, inf for any other.
     """
     differing = attributes(actual, answer.expected.shape, torch_dtype(answer.output))
     if differing:
@@ -116,8 +116,9 @@ def _margins(answer: Answer, actual: torch.Tensor) -> torch.Tensor:
     margins = torch.where(error == 0, 0.0, error.abs() / allowed)
     even = (actual.contiguous().view(_INTEGER[actual.element_size()]) & 1) == 0  # a tie rounds to it: the edges are its own
     inside = torch.where(even, (answer.low <= upper) & (answer.high >= lower), (answer.low < upper) & (answer.high > lower))
-    far = margins.nan_to_num(torch.inf, torch.inf).clamp_min(math.nextafter(1, 2))
-    margins = torch.where(inside, margins.nan_to_num(0.0, torch.inf).clamp_max(1.0), far)
+    point = answer.low == answer.high
+    far = margins.nan_to_num(torch.inf, torch.inf).clamp_min(math.nextafter(1, 2)).masked_fill(point, torch.inf)
+    margins = torch.where(inside, margins.nan_to_num(0.0, torch.inf).clamp_max(1.0).masked_fill(point, 0.0), far)
     nan_here, nan_there = torch.isnan(actual), torch.isnan(answer.expected)
     margins = torch.where(nan_here != nan_there, torch.inf, margins)
     return torch.where(nan_here & nan_there, 0.0, margins)
