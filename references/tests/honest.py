@@ -64,7 +64,7 @@ def _quantize(x: torch.Tensor, how: ActQuant | None, static: float | None, choic
     if static is not None:
         scale = torch.full((rows, 1), static)
     else:
-        groups = x.split(128, 1) if how.layout is Layout.GROUP128 else [x]
+        groups = torch.split(x, 128, 1) if how.layout is Layout.GROUP128 else (x,)
         amax = torch.stack([g.abs().amax(1) for g in groups], 1)
         amax = amax.max().expand(rows, 1) if how.layout is Layout.TENSOR else amax
         scale = (amax / limits(how.format).qmax).to(torch_dtype(how.scale_store)).float().clamp_min(how.scale_floor)

@@ -47,7 +47,9 @@ def projection(w: torch.Tensor, fmt: Format, layout: Layout, *, bias: torch.Tens
             scale = _block_scale(w, qmax)
         case _:
             return Projection(codes=w.to(torch_dtype(fmt)), format=fmt, layout=Layout.NONE, bias=bias, input_scale=given)
-    wide = scale.repeat_interleave(GROUP, 0)[: w.shape[0]].repeat_interleave(GROUP, 1)[:, : w.shape[1]] if layout is Layout.BLOCK128 else scale
+    wide = scale
+    if layout is Layout.BLOCK128:
+        wide = scale.repeat_interleave(GROUP, 0)[: w.shape[0]].repeat_interleave(GROUP, 1)[:, : w.shape[1]]
     ratio = (w / wide).clamp(-qmax, qmax)
     codes = (ratio.round() if fmt is Format.INT8 else ratio).to(torch_dtype(fmt))
     return Projection(codes=codes, format=fmt, layout=layout, scale=scale, bias=bias, input_scale=given)
