@@ -1,0 +1,81 @@
+"""case -> load -> run -> compare -> verdict: the one file that sees all the stages."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from cases.batch import make_batch
+from cases.case import Entry, MoECase
+from cases.checkpoint import make_checkpoint
+from harness import judge
+from harness.backends import Backend, declared_refusal, experts_expected
+from harness.compare import compare
+from harness.expected import expected
+from harness.recipes import recipe
+from harness.subject import LoadFailed, RunFailed, Subject, SubjectError
+from harness.verdict import Outcome, Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairResult:
+    """verdict; timings: seconds per stage; extras: what really ran (classes, dtypes, recipe), for the record."""
+
+    verdict: Verdict
+    timings: dict[str, float]
+    extras: dict[str, object]
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+
+def run_pair(case: MoECase, entry: Entry, backend: Backend, subject: Subject) -> PairResult:
+    """Drive one pair through every stage. What vLLM raises becomes an outcome; what we get wrong propagates."""
+    clock = _Clock()
+    how = recipe(case, entry, backend)
+    extras: dict[str, object] = {"recipe": how.name}
+    with clock.stage("make"):
+        checkpoint, batch = make_checkpoint(case), make_batch(case)
+    refusal = declared_refusal(case, entry, backend)
+
+    def finish(verdict: Verdict) -> PairResult:
+        return PairResult(verdict=verdict, timings=clock.seconds, extras=extras)
+
+    def failed(error: SubjectError, outcome: Outcome) -> PairResult:
+        if refusal is not None and error.refused and refusal.matches(error.detail):
+            return finish(Verdict(outcome=Outcome.UNSUPPORTED, claim=f"refused by design: {refusal.reason}", detail=error.detail))
+        return finish(judge.raised(outcome, error.detail))
+
+    try:
+        with clock.stage("load"):
+            loaded = subject.load(case, entry, checkpoint)
+        extras |= {"quant_method": loaded.quant_method}
+        with clock.stage("run"):
+            ran, again = subject.run(loaded, batch), subject.run(loaded, batch)
+    except LoadFailed as error:
+        return failed(error, Outcome.LOAD_ERROR)
+    except RunFailed as error:
+        return failed(error, Outcome.RUN_ERROR)
+    extras |= {"experts_class": ran.experts_class, "gemm_dtypes": list(ran.gemm_dtypes)}
+    if refusal is not None:
+        return finish(judge.not_refused(refusal.reason))
+    if ran.experts_class not in (wanted := experts_expected(case, entry, backend)):
+        return finish(judge.wrong_class(ran.experts_class, wanted))
+    with clock.stage("expect"):
+        answer = expected(case, how, checkpoint, batch)
+    with clock.stage("compare"):
+        comparison = compare(answer, ran.output, repeat=again.output)
+        verdict = judge.judge(case, how, checkpoint, batch, answer, ran.output, comparison)
+    return finish(verdict)
