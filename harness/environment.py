@@ -61,6 +61,14 @@ def cpu() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
+def child_environ() -> dict[str, str]:
+    """The environment of a Python that must find this package as this process does, installed or not."""
+    root = Path(__file__).parent.parent
+    if root.name == "site-packages":
+        return dict(os.environ)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))}
+
+
 def environment() -> dict[str, str]:
     """Versions, machine and commit, as strings; a package that is not installed is left out."""
     versions = {package: found for package in PACKAGES if (found := version(package)) is not None}

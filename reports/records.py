@@ -17,6 +17,7 @@ from typing import IO, Any
 from harness.verdict import FaultFit, Outcome, Verdict
 
 MERGED = "records.jsonl"
+FIRST_STAGE = "prepare"  # checkpoint, batch and expectation are made
 
 
 class RecordsUnreadable(ValueError):
@@ -99,6 +100,17 @@ def died(start: Start, stage: str) -> Record:
     )
 
 
+def broke(start: Start, stage: str, detail: str) -> Record:
+    """The record of a pair at which the harness itself raised: no verdict on the subject."""
+    claim = f"the harness itself raised at stage '{stage}'"
+    return Record.of(
+        start,
+        verdict=Verdict(outcome=Outcome.RUN_ERROR, claim=claim, detail=detail, signature=f"HARNESS_RAISED@{stage}"),
+        status=Status.NEW,
+        news=f"{claim}: {detail}",
+    )
+
+
 class Recorder:
     """Writes one worker's file. Every line is flushed before the next step begins."""
 
@@ -106,6 +118,7 @@ class Recorder:
         """Creates the directory and appends to the worker's own file."""
         directory.mkdir(parents=True, exist_ok=True)
         self._worker = worker
+        self.last_stage = FIRST_STAGE
         self._file: IO[str] = (directory / f"worker-{worker}.jsonl").open("a", encoding="utf-8")
 
     def opened(self, subject: str, seconds: float) -> None:
@@ -114,10 +127,12 @@ class Recorder:
 
     def started(self, start: Start) -> None:
         """A pair begins."""
+        self.last_stage = FIRST_STAGE
         self._write({"started": asdict(start)})
 
     def stage(self, name: str) -> None:
         """The pair in progress enters a stage."""
+        self.last_stage = name
         self._write({"stage": name})
 
     def finished(self, record: Record) -> None:
@@ -153,7 +168,7 @@ def read_worker(path: Path) -> WorkerStory:
     """
     records: list[Record] = []
     start: Start | None = None
-    stage, open_seconds = "prepare", None
+    stage, open_seconds = FIRST_STAGE, None
     with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             if not line.endswith("\n"):
@@ -163,7 +178,7 @@ def read_worker(path: Path) -> WorkerStory:
                     case {"opened": {"seconds": float(seconds)}}:
                         open_seconds = seconds
                     case {"started": dict(given)}:
-                        start, stage = Start(**given), "prepare"
+                        start, stage = Start(**given), FIRST_STAGE
                     case {"stage": str(name)}:
                         stage = name
                     case {"finished": dict(given)}:

@@ -6,7 +6,6 @@ import os
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from reports import html
 from reports.records import Record, merge
 
 if TYPE_CHECKING:
@@ -23,6 +22,8 @@ def new_directory(options: Options) -> Path:
 
 def gather(directory: Path) -> list[Record]:
     """Merge, write the page, and return every record of the run."""
+    from reports import html  # only now: collecting must stay quick
+
     records = merge(directory)
     html.write(directory, records)
     return records

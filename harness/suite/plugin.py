@@ -22,7 +22,6 @@ from harness.subject import SubjectUnavailable
 from harness.suite import gather
 from harness.suite.options import Options, add_to
 from harness.suite.worker import Worker
-from reports import summary
 from reports.records import Record, Status
 
 
@@ -75,9 +74,10 @@ def worker_id() -> str:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """``-n auto``: GPUs x slots on a CUDA lane, cores elsewhere."""
     try:
-        return worker_count(Options.of(config).backend, visible_gpus(), cores())
-    except Misuse as error:
-        pytest.exit(str(error), returncode=error.exit)
+        backend = Options.of(config).backend
+    except Misuse:
+        return 1  # too early to end with a sentence; pytest_configure does
+    return worker_count(backend, visible_gpus(), cores())
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -144,5 +144,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if stopped := config.stash.get(STOPPED, None):
         sys.stderr.write(f"moediff: {stopped.sentence}\n")
     if records := config.stash.get(GATHERED, None):
+        from reports import summary  # only now: collecting must stay quick
+
         width = min(shutil.get_terminal_size().columns, 160)
         terminalreporter.write_line(summary.render(records, where=config.stash[DIRECTORY], width=width, color=terminalreporter.hasmarkup))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from harness.environment import environment
 from harness.suite import subjects
 from harness.verdict import Outcome
-from reports.records import Record, Recorder, Start, Status
+from reports.records import Record, Recorder, Start, Status, broke
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -77,7 +77,11 @@ class Worker:
             worker=self._name,
         )
         self._recorder.started(start)
-        result = run_pair(pair.case, pair.entry, options.backend, self._subject)
+        try:
+            result = run_pair(pair.case, pair.entry, options.backend, self._subject)
+        except Exception as error:
+            self._recorder.finished(broke(start, self._recorder.last_stage, f"{type(error).__name__}: {error}"))
+            raise
         status, news, ledger, link = self._standing(pair, result.verdict)
         record = Record.of(
             start,

@@ -1,7 +1,7 @@
 """A pytest plugin (``-p harness.tests.stub_run``) that puts a stub where subject and pipeline stand: the run without the truth.
 
 Pairs pass in no time and without torch, except those whose position in the level the environment names:
-STUB_FAIL (MISMATCH), STUB_KILL (SIGKILL while "running"), STUB_RAISE (an exception out of the pipeline), STUB_UNAVAILABLE=1.
+STUB_FAIL (MISMATCH), STUB_KILL (SIGKILL while "running"), STUB_RAISE (an exception of the pipeline); STUB_UNAVAILABLE=1, STUB_TELL=1.
 """
 
 from __future__ import annotations
@@ -56,6 +56,12 @@ def run_pair(case: MoECase, entry: Entry, backend: Backend, subject: Any) -> Stu
     if position == os.environ.get("STUB_FAIL"):
         return StubResult(Verdict(outcome=Outcome.MISMATCH, claim="the stub was told to fail", margin=3.0, signature="STUB"))
     return StubResult(Verdict(outcome=Outcome.PASS, claim="inside the bound", margin=0.25))
+
+
+def pytest_unconfigure() -> None:
+    if os.environ.get("STUB_TELL") and "PYTEST_XDIST_WORKER" not in os.environ:
+        heavy = sorted({"torch", "vllm", "triton"} & set(sys.modules))
+        sys.stderr.write(f"controller imported: {', '.join(heavy) or 'nothing heavy'}\n")
 
 
 def pytest_configure() -> None:

@@ -1,0 +1,86 @@
+"""Everything about one case: its fields, the checkpoint on disk, what vLLM is made to run, what the reference rounds."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import fields
+from enum import Enum
+
+from rich.table import Table
+from rich.text import Text
+
+from cases.case import Data, Entry, MoECase, entry_takes
+from harness.backends import Backend, declared_refusal, experts_expected
+from harness.commands.output import draw
+from harness.exits import Exit
+from harness.pairs import parse_case
+from harness.suite.options import parse_backend
+from references.vocabulary import ActQuant, Recipe
+
+
+def main(arguments: Namespace) -> int:
+    """Raises Misuse."""
+    case, backend = parse_case(arguments.case), parse_backend(arguments.backend)
+    draw(_fields(case), _checkpoint(case))
+    for entry in Entry:
+        if entry_takes(case, entry):
+            draw(_expectation(case, entry, backend))
+    return Exit.AS_THE_LEDGER_SAYS
+
+
+def _fields(case: MoECase) -> Table:
+    table = _table(case.id, "field", "value")
+    for each in fields(case):
+        table.add_row(each.name, _word(getattr(case, each.name)))
+    return table
+
+
+def _checkpoint(case: MoECase) -> Table:
+    from cases.checkpoint import make_checkpoint
+
+    checkpoint = make_checkpoint(case)
+    table = _table("checkpoint", "tensor", "shape", "dtype")
+    for name, tensor in checkpoint.tensors.items():
+        if name.startswith(("0.", "w")):  # the other experts are like the first
+            table.add_row(name, str(list(tensor.shape)), str(tensor.dtype).removeprefix("torch."))
+    table.caption = (
+        f"{len(checkpoint.tensors)} tensors, {case.experts} experts alike; quantization_config: {checkpoint.quantization_config}"
+    )
+    return table
+
+
+def _expectation(case: MoECase, entry: Entry, backend: Backend) -> Table:
+    from harness.recipes import recipe
+
+    table = _table(f"through {entry} on {backend}", "what", "expected")
+    refusal = declared_refusal(case, entry, backend)
+    claim = (
+        "equal to the reference, bit for bit"
+        if case.data is Data.LATTICE
+        else "inside the interval the recipe allows (references/bounds.py)"
+    )
+    table.add_row("outcome", f"refused by vLLM: {refusal.reason}" if refusal else claim)
+    table.add_row("class that runs", " or ".join(sorted(experts_expected(case, entry, backend))))
+    for name, value in _roundings(recipe(case, entry, backend)):
+        table.add_row(name, value)
+    table.add_row("again", f"moediff run {case.id} --entry {entry} --backend {backend}")
+    return table
+
+
+def _roundings(recipe: Recipe) -> list[tuple[str, str]]:
+    return [(each.name, _word(getattr(recipe, each.name))) for each in fields(recipe)]
+
+
+def _word(value: object) -> str:
+    if isinstance(value, ActQuant):
+        return ", ".join(f"{each.name} {_word(getattr(value, each.name))}" for each in fields(value))
+    if isinstance(value, tuple):
+        return ", ".join(map(_word, value))
+    return str(value.value) if isinstance(value, Enum) else str(value)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=Text(title), title_justify="left", caption_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table

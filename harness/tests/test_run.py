@@ -1,0 +1,119 @@
+"""The run as a user starts it, around a stub: exit codes, records, what survives a killed worker. No torch, no vLLM."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from cases.case import Level
+from harness.environment import child_environ
+from harness.pairs import select
+from harness.verdict import Outcome
+from reports.records import Record, Status, read
+
+SMOKE = [pair.id for pair in select(Level.SMOKE)]
+ROOT = Path(__file__).parent.parent.parent
+
+
+class Ended(NamedTuple):
+    code: int
+    text: str
+    errors: str
+    records: dict[str, Record]
+
+
+def pytest_run(tmp_path: Path, *arguments: str, **environ: str) -> Ended:
+    command = [sys.executable, "-m", "pytest", "-p", "harness.tests.stub_run", "-p", "no:cacheprovider", f"--records={tmp_path}"]
+    outside = {name: value for name, value in child_environ().items() if not name.startswith("PYTEST_")}  # xdist's, around this test
+    done = subprocess.run(
+        [*command, "harness/suite", *arguments],
+        cwd=ROOT,
+        env={**outside, **environ},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    merged = list(tmp_path.glob("*/records.jsonl"))
+    return Ended(done.returncode, done.stdout, done.stderr, {record.pair: record for record in read(merged[0])} if merged else {})
+
+
+def some(count: int) -> list[str]:
+    """Options that choose the first ``count`` cases of the level."""
+    return [f"--case={case}" for case in dict.fromkeys(pair.case.id for pair in select(Level.SMOKE)[:count])]
+
+
+def test_every_pair_of_smoke_has_one_record_and_a_clean_run_ends_with_0(tmp_path: Path) -> None:
+    ended = pytest_run(tmp_path, "-n2")
+    assert ended.code == 0, ended.text + ended.errors
+    assert sorted(ended.records) == sorted(SMOKE)
+    assert {record.worker for record in ended.records.values()} == {"gw0", "gw1"}
+    assert "Nothing new" in ended.text
+    assert next(tmp_path.glob("*/index.html")).is_file()
+
+
+def test_a_mismatch_ends_with_1_and_shows_its_message_without_a_traceback(tmp_path: Path) -> None:
+    ended = pytest_run(tmp_path, "-n0", *some(3), STUB_FAIL="1")
+    assert ended.code == 1
+    assert ended.records[SMOKE[1]].status is Status.NEW
+    assert "the stub was told to fail" in ended.text
+    assert "test_forward.py:" not in ended.text.partition("FAILURES")[2].partition("short test summary")[0]
+
+
+def test_a_killed_worker_loses_no_finished_record_and_its_pair_is_reported(tmp_path: Path) -> None:
+    ended = pytest_run(tmp_path, "-n2", STUB_KILL="2")
+    assert ended.code == 1
+    assert sorted(ended.records) == sorted(SMOKE)
+    victim = ended.records.pop(SMOKE[2])
+    assert (victim.verdict.outcome, victim.verdict.signature) == (Outcome.RUN_ERROR, "WORKER_ENDED@run")
+    assert all(record.verdict.outcome is Outcome.PASS for record in ended.records.values())
+    assert f"RUN_ERROR {victim.pair}" in ended.text.replace("\n", " ")
+
+
+def test_an_exception_of_the_harness_is_recorded_and_the_next_pairs_go_on(tmp_path: Path) -> None:
+    ended = pytest_run(tmp_path, "-n0", *some(3), STUB_RAISE="1")
+    assert ended.code == 1
+    assert ended.records[SMOKE[1]].verdict.signature == "HARNESS_RAISED@compare"
+    assert len(ended.records) > 2
+
+
+@pytest.mark.parametrize("workers", ["-n0", "-n2"])
+def test_a_subject_that_cannot_be_driven_ends_the_run_with_one_sentence(tmp_path: Path, workers: str) -> None:
+    ended = pytest_run(tmp_path, workers, STUB_UNAVAILABLE="1")
+    assert ended.code == 2
+    assert "moediff: the stub was told to be unavailable: unset STUB_UNAVAILABLE\n" in ended.errors
+    assert "Traceback" not in ended.text + ended.errors
+    assert not ended.records
+
+
+@pytest.mark.parametrize(
+    ("argument", "sentence"),
+    [
+        ("--backend=marlin", "unknown backend 'marlin'; the backends are interpreter"),
+        ("--level=all", "unknown level 'all'; the levels are smoke, nightly, deep"),
+        ("--entry=back", "unknown entry 'back'; the entries are layer"),
+        ("--case=int8", "'int8' is not a case"),
+    ],
+)
+@pytest.mark.parametrize("workers", ["-n0", "-nauto"])
+def test_a_wrong_option_is_one_sentence_and_2(tmp_path: Path, argument: str, sentence: str, workers: str) -> None:
+    ended = pytest_run(tmp_path, workers, argument)
+    assert ended.code == 2
+    assert sentence in ended.text + ended.errors
+    assert "Traceback" not in ended.text + ended.errors
+
+
+def test_k_selects_by_id(tmp_path: Path) -> None:
+    ended = pytest_run(tmp_path, "-n0", "-k", "relu2_no_mul and layer")
+    assert sorted(ended.records) == sorted(pair for pair in SMOKE if "relu2_no_mul" in pair and "layer" in pair)
+
+
+def test_the_controller_imports_neither_torch_nor_vllm(tmp_path: Path) -> None:
+    ended = pytest_run(tmp_path, "-n1", *some(1), STUB_TELL="1")
+    told = re.findall(r"^controller imported: (.*)$", ended.errors, re.MULTILINE)
+    assert told == ["nothing heavy"], ended.errors

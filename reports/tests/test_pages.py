@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from harness.verdict import Outcome, Verdict
+from reports import html, summary
+from reports.records import Record, Start, Status
+
+START = Start(case="int8-a", entry="layer", backend="interpreter", fields={}, environment={"vllm": "0.33.0"}, worker="gw0")
+LINK = "https://example.invalid/issues/1"
+
+
+def record(case: str, outcome: Outcome, status: Status, **more: object) -> Record:
+    verdict = Verdict(outcome=outcome, claim="inside the interval", margin=0.5, signature="W_SCALE_FLAT_INDEX@1,2")
+    return Record.of(dataclasses.replace(START, case=case), verdict=verdict, status=status, **more)
+
+
+RECORDS = [
+    record("a", Outcome.PASS, Status.CLEAN, seconds={"load": 0.25, "run": 0.25}, peak_rss_bytes=3 * 2**30),
+    record("b", Outcome.MISMATCH, Status.KNOWN, ledger="int8-static-channel", link=LINK),
+    record("c", Outcome.MISMATCH, Status.KNOWN, ledger="int8-static-channel", link=LINK),
+    record("d", Outcome.MISMATCH, Status.NEW, news="expert 3 <is> wrong\nsecond line"),
+]
+
+
+def test_the_summary_counts_confirms_and_names_what_is_new() -> None:
+    text = summary.render(RECORDS, where=Path("some/where"), width=200)
+    lines = text.splitlines()
+    assert any("MISMATCH" in line and [n for n in line.replace("│", " ").split() if n.isdigit()] == ["3", "0", "2", "1"] for line in lines)
+    assert f"int8-static-channel: 2 pairs · W_SCALE_FLAT_INDEX@1,2 · {LINK}" in text
+    assert "New: 1 pairs" in text
+    assert "d[layer]: expert 3 <is> wrong" in text
+    assert "second line" not in text
+    assert "peak worker memory 3.00 GiB" in text
+    assert "median pair 0.50 s" in text
+    assert lines[-1] == "Records: some/where"
+
+
+def test_the_summary_of_a_clean_run_says_so() -> None:
+    assert "Nothing new" in summary.render(RECORDS[:3], where=Path("."))
+
+
+def test_the_page_shows_every_pair_and_escapes_what_it_is_given() -> None:
+    page = html.render(RECORDS)
+    for case in "abcd":
+        assert f"<code>{case}[layer]</code>" in page
+    assert "expert 3 &lt;is&gt; wrong" in page
+    assert f'<a href="{LINK}">' in page
+    assert "0.33.0" in page
+
+
+def test_a_link_that_is_no_address_is_not_made_one() -> None:
+    assert "javascript:" not in html.render([record("b", Outcome.MISMATCH, Status.KNOWN, ledger="x", link="javascript:alert(1)")])
+
+
+def test_the_page_of_nothing_can_be_written(tmp_path: Path) -> None:
+    assert html.write(tmp_path, []).read_text().startswith("<!doctype html>")

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from harness.verdict import FaultFit, Outcome, Verdict
+from reports.records import Record, Recorder, RecordsUnreadable, Start, Status, broke, merge, read, read_worker
+
+START = Start(
+    case="int8-a", entry="layer", backend="interpreter", fields={"seed": 3, "bias": True}, environment={"vllm": "0.33.0"}, worker="gw0"
+)
+
+
+def made(case: str = "int8-a", **changes: object) -> Record:
+    verdict = Verdict(
+        outcome=Outcome.MISMATCH,
+        claim="every element lies inside its interval",
+        margin=float("inf"),
+        worst={"index": [0, 1], "actual": float("nan")},
+        fits=(FaultFit(fault="W_SCALE", experts=(1, 2), residual=0.01),),
+        signature="W_SCALE@1,2",
+    )
+    start = dataclasses.replace(START, case=case)
+    return Record.of(start, **{"verdict": verdict, "status": Status.KNOWN, "ledger": "int8", "seconds": {"load": 0.5}, **changes})
+
+
+def test_a_record_comes_back_as_it_was_written() -> None:
+    again = Record.from_json(made().to_json())
+    nan = again.verdict.worst.pop("actual")
+    assert nan != nan
+    expected = made()
+    expected.verdict.worst.pop("actual")
+    assert again == expected
+    assert "\n" not in made(news="two\nlines").to_json()
+
+
+def test_every_field_of_a_record_is_written() -> None:
+    assert set(made().to_json().split('"')) >= {field.name for field in dataclasses.fields(Record)}
+
+
+def test_an_unknown_field_is_not_passed_over() -> None:
+    with pytest.raises(ValueError, match="colour"):
+        Record.from_json(made().to_json().replace('"ledger"', '"colour"'))
+
+
+def test_a_finished_record_is_on_disk_before_the_next_step(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, "gw0")
+    recorder.started(START)
+    recorder.finished(made())
+    assert len(read_worker(tmp_path / "worker-gw0.jsonl").records) == 1
+    recorder.close()
+
+
+def test_a_worker_that_died_loses_no_finished_record_and_its_pair_is_named(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, "gw0")
+    recorder.opened("stub", 1.5)
+    recorder.started(START)
+    recorder.finished(made())
+    recorder.started(dataclasses.replace(START, case="int8-b"))
+    recorder.stage("load")
+    recorder.stage("run")
+    recorder.close()
+    path = tmp_path / "worker-gw0.jsonl"
+    path.write_text(path.read_text() + '{"finished": {"case": "int8-b", "ver')
+
+    first, second = merge(tmp_path)
+    assert first == made() or first.verdict.margin == float("inf")
+    assert (second.case, second.verdict.outcome, second.status) == ("int8-b", Outcome.RUN_ERROR, Status.NEW)
+    assert "'run'" in second.news
+    assert second.fields == START.fields
+    assert [record.pair for record in read(tmp_path / "records.jsonl")] == ["int8-a[layer]", "int8-b[layer]"]
+    assert read_worker(path).open_seconds == 1.5
+
+
+def test_a_damaged_line_in_the_middle_is_an_error_that_names_file_and_line(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, "gw0")
+    recorder.started(START)
+    recorder.close()
+    path = tmp_path / "worker-gw0.jsonl"
+    path.write_text(path.read_text() + "not json\n")
+    with pytest.raises(RecordsUnreadable, match=r"worker-gw0\.jsonl:2"):
+        merge(tmp_path)
+    (tmp_path / "records.jsonl").write_text(made().to_json() + "\n{}\n")
+    with pytest.raises(RecordsUnreadable, match=r"records\.jsonl:2"):
+        read(tmp_path / "records.jsonl")
+
+
+def test_workers_are_merged_in_order_of_pairs_whoever_ran_them(tmp_path: Path) -> None:
+    for worker, case in (("gw1", "a"), ("gw0", "b")):
+        recorder = Recorder(tmp_path, worker)
+        recorder.started(dataclasses.replace(START, case=case))
+        recorder.finished(made(case))
+        recorder.close()
+    assert [record.case for record in merge(tmp_path)] == ["a", "b"]
+
+
+def test_a_harness_that_raises_is_not_taken_for_a_subject_that_fails() -> None:
+    record = broke(START, "compare", "RuntimeError: no")
+    assert record.status is Status.NEW
+    assert "harness itself" in record.verdict.claim
+    assert record.verdict.signature == "HARNESS_RAISED@compare"
