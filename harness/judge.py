@@ -22,12 +22,16 @@ def raised(outcome: Outcome, detail: str) -> Verdict:
 
 def not_refused(reason: str) -> Verdict:
     """A declared refusal that did not happen."""
-    return Verdict(outcome=Outcome.RUN_ERROR, claim=f"declared as refused ({reason}), but it ran: the table is out of date", signature="NOT_REFUSED")
+    return Verdict(
+        outcome=Outcome.RUN_ERROR, claim=f"declared as refused ({reason}), but it ran: the table is out of date", signature="NOT_REFUSED"
+    )
 
 
 def wrong_class(ran: str, wanted: Iterable[str]) -> Verdict:
     """Another class than the forced backend's ran."""
-    return Verdict(outcome=Outcome.RUN_ERROR, claim=f"{ran} ran where {' or '.join(sorted(wanted))} was forced", signature=f"WRONG_CLASS:{ran}")
+    return Verdict(
+        outcome=Outcome.RUN_ERROR, claim=f"{ran} ran where {' or '.join(sorted(wanted))} was forced", signature=f"WRONG_CLASS:{ran}"
+    )
 
 
 def judge(

@@ -1,0 +1,176 @@
+"""The ledger of known upstream faults: cases/known_issues.toml, read strictly.
+
+An entry names what must fail, how, and since when. It fails the run when it stops failing, when it fails differently, and
+when it matches no pair of the level it names. Nothing is ever skipped because of it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import tomllib
+from collections.abc import Iterable
+from dataclasses import MISSING, dataclass, fields
+from enum import StrEnum
+from pathlib import Path
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from cases.case import Entry, Level
+from harness.backends import Backend
+from harness.verdict import Outcome, Verdict
+
+LEDGER = Path(__file__).parent.parent / "cases" / "known_issues.toml"
+_HEADER = re.compile(r"^\s*\[\[\s*issue\s*\]\]\s*(#.*)?$")
+_TOML_LINE = re.compile(r"\(at line (\d+)")
+
+
+class LedgerError(ValueError):
+    """The file is malformed: ``path:line: what is wrong and what would be right``."""
+
+
+class Standing(StrEnum):
+    """How a verdict stands to the ledger."""
+
+    CLEAN = "clean"  # passed or refused by design, and no entry expects otherwise
+    KNOWN = "known"  # failed exactly as an entry says
+    NEW = "new"  # failed, and no entry knows it
+    STOPPED_FAILING = "stopped failing"  # an entry expects a failure that did not happen
+    FAILS_DIFFERENTLY = "fails differently"  # another outcome or signature than the entry's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownIssue:
+    """One entry. Patterns are shell patterns over the whole case id (`*`, `?`; `[` is literal)."""
+
+    id: str
+    cases: str
+    entry: Entry
+    backends: tuple[Backend, ...]
+    vllm: SpecifierSet  # affected versions
+    outcome: Outcome
+    signature: str  # shell pattern over Verdict.signature
+    link: str
+    since: str  # date it was entered, ISO
+    note: str
+    level: Level = Level.SMOKE  # smallest level in which a pair must match
+
+    def concerns(self, backend: Backend, version: str) -> bool:
+        """Whether this entry speaks of that backend of that vLLM."""
+        try:
+            affected = self.vllm.contains(Version(version), prereleases=True)
+        except InvalidVersion:
+            affected = True  # a working tree without a version: the entry still describes the code
+        return affected and backend in self.backends
+
+    def covers(self, case_id: str, entry: Entry, backend: Backend, version: str) -> bool:
+        """Whether this entry speaks of that pair."""
+        return self.concerns(backend, version) and entry is self.entry and matches(case_id, self.cases)
+
+
+def matches(text: str, pattern: str) -> bool:
+    """Shell pattern with ``*`` and ``?`` only: ids may hold brackets."""
+    return fnmatch.fnmatchcase(text, pattern.replace("[", "[[]"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A verdict's standing, the entry concerned, and a sentence for the reader."""
+
+    standing: Standing
+    issue: KnownIssue | None = None
+    sentence: str = ""
+
+    @property
+    def as_expected(self) -> bool:
+        """True when this does not fail the run."""
+        return self.standing in (Standing.CLEAN, Standing.KNOWN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """All entries of one file, in its order; the first that covers a pair speaks for it."""
+
+    issues: tuple[KnownIssue, ...]
+
+    def judge(self, verdict: Verdict, case_id: str, entry: Entry, backend: Backend, version: str) -> Judged:
+        """How ``verdict`` stands."""
+        issue = next((i for i in self.issues if i.covers(case_id, entry, backend, version)), None)
+        failed = verdict.outcome not in (Outcome.PASS, Outcome.UNSUPPORTED)
+        if issue is None:
+            if not failed:
+                return Judged(standing=Standing.CLEAN)
+            return Judged(standing=Standing.NEW, sentence=f"{verdict.outcome} and no entry of {LEDGER.name} knows it")
+        if not failed:
+            sentence = (
+                f"ledger entry '{issue.id}' expects {issue.outcome}, but it ended {verdict.outcome}: if fixed, narrow `vllm`"
+            )
+            return Judged(standing=Standing.STOPPED_FAILING, issue=issue, sentence=sentence)
+        if verdict.outcome is issue.outcome and matches(verdict.signature, issue.signature):
+            return Judged(standing=Standing.KNOWN, issue=issue, sentence=issue.note)
+        expected, found = f"{issue.outcome} {issue.signature}", f"{verdict.outcome} {verdict.signature}"
+        sentence = f"ledger entry '{issue.id}' expects {expected}, but it ended {found}"
+        return Judged(standing=Standing.FAILS_DIFFERENTLY, issue=issue, sentence=sentence)
+
+    def unmatched(self, pairs: Iterable[tuple[str, Entry]], backend: Backend, version: str) -> tuple[KnownIssue, ...]:
+        """Entries for this backend and version that match no pair given; ``pairs`` are those of the entry's level."""
+        here = list(pairs)
+        concerned = [issue for issue in self.issues if issue.concerns(backend, version)]
+        return tuple(i for i in concerned if not any(i.covers(case_id, entry, backend, version) for case_id, entry in here))
+
+
+def load(path: Path = LEDGER) -> Ledger:
+    """Read and check every entry. Raises LedgerError with file and line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise LedgerError(f"{path}: cannot be read ({error.strerror})") from None
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        found = _TOML_LINE.search(str(error))
+        line = found[1] if found else str(len(text.splitlines()))
+        raise LedgerError(f"{path}:{line}: not TOML ({error})") from None
+    lines = [number for number, line in enumerate(text.splitlines(), 1) if _HEADER.match(line)]
+    entries = document.pop("issue", [])
+    if document or not isinstance(entries, list) or len(lines) != len(entries):
+        raise LedgerError(f"{path}:1: only [[issue]] tables belong here, found {', '.join(document) or 'another form of `issue`'}")
+    issues = tuple(_issue(path, line, entry) for line, entry in zip(lines, entries, strict=True))
+    for line, issue in zip(lines, issues, strict=True):
+        if sum(other.id == issue.id for other in issues) > 1:
+            raise LedgerError(f"{path}:{line}: id '{issue.id}' is used twice; give each entry its own")
+    return Ledger(issues=issues)
+
+
+def _issue(path: Path, line: int, entry: dict[str, object]) -> KnownIssue:
+    def wrong(what: str) -> LedgerError:
+        return LedgerError(f"{path}:{line}: {what}")
+
+    known = {f.name: f for f in fields(KnownIssue)}
+    if unknown := sorted(set(entry) - set(known)):
+        raise wrong(f"unknown key '{unknown[0]}'; the keys are {', '.join(known)}")
+    if absent := [name for name, f in known.items() if f.default is MISSING and name not in entry]:
+        raise wrong(f"key '{absent[0]}' is missing")
+    texts = {name: value for name, value in entry.items() if name != "backends"}
+    if bad := [name for name, value in texts.items() if not isinstance(value, str) or not value.strip()]:
+        raise wrong(f"'{bad[0]}' must be a non-empty string, got {entry[bad[0]]!r}")
+    backends = entry["backends"]
+    if not isinstance(backends, list) or not backends:
+        raise wrong(f"'backends' must be a non-empty list, got {backends!r}")
+    try:
+        return KnownIssue(
+            id=str(entry["id"]),
+            cases=str(entry["cases"]),
+            entry=Entry(str(entry["entry"])),
+            backends=tuple(Backend.parse(str(b)) for b in backends),
+            vllm=SpecifierSet(str(entry["vllm"])),
+            outcome=Outcome(str(entry["outcome"])),
+            signature=str(entry["signature"]),
+            link=str(entry["link"]),
+            since=str(entry["since"]),
+            note=str(entry["note"]),
+            level=Level(str(entry.get("level", Level.SMOKE))),
+        )
+    except (ValueError, InvalidSpecifier) as error:
+        raise wrong(str(error)) from None

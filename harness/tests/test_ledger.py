@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cases.case import Entry, Level
+from cases.generate import pairs
+from harness.backends import Backend
+from harness.ledger import Ledger, LedgerError, Standing, load, matches
+from harness.verdict import Outcome, Verdict
+
+ENTRY = """
+[[issue]]
+id = "a"
+cases = "int8-*"
+entry = "layer"
+backends = ["interpreter"]
+vllm = "<=0.33.0"
+outcome = "MISMATCH"
+signature = "W_SCALE_*"
+link = "x"
+since = "2026-11-30"
+note = "n"
+"""
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "ledger.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def standing(ledger: Ledger, outcome: Outcome, signature: str = "", case: str = "int8-x", version: str = "0.33.0") -> Standing:
+    verdict = Verdict(outcome=outcome, claim="c", signature=signature)
+    return ledger.judge(verdict, case, Entry.LAYER, Backend.INTERPRETER, version).standing
+
+
+def test_the_five_standings(tmp_path: Path) -> None:
+    ledger = load(written(tmp_path, ENTRY))
+    assert standing(ledger, Outcome.MISMATCH, "W_SCALE_FLAT_INDEX@1") is Standing.KNOWN
+    assert standing(ledger, Outcome.PASS) is Standing.STOPPED_FAILING
+    assert standing(ledger, Outcome.UNSUPPORTED) is Standing.STOPPED_FAILING
+    assert standing(ledger, Outcome.MISMATCH, "ZERO_OUTPUT@1") is Standing.FAILS_DIFFERENTLY
+    assert standing(ledger, Outcome.RUN_ERROR, "W_SCALE_FLAT_INDEX") is Standing.FAILS_DIFFERENTLY
+    assert standing(ledger, Outcome.MISMATCH, "W_SCALE_FLAT_INDEX@1", case="e4m3fn-x") is Standing.NEW
+    assert standing(ledger, Outcome.PASS, case="e4m3fn-x") is Standing.CLEAN
+
+
+def test_versions_bound_an_entry(tmp_path: Path) -> None:
+    ledger = load(written(tmp_path, ENTRY))
+    assert standing(ledger, Outcome.PASS, version="0.34.0") is Standing.CLEAN
+    assert standing(ledger, Outcome.MISMATCH, "W_SCALE_FLAT_INDEX@1", version="0.34.0") is Standing.NEW
+    assert standing(ledger, Outcome.PASS, version="0.33.0rc1") is Standing.STOPPED_FAILING
+    assert standing(ledger, Outcome.PASS, version="some-checkout") is Standing.STOPPED_FAILING
+
+
+def test_an_entry_that_matches_nothing_is_named(tmp_path: Path) -> None:
+    ledger = load(written(tmp_path, ENTRY))
+    assert [i.id for i in ledger.unmatched([("e4m3fn-x", Entry.LAYER)], Backend.INTERPRETER, "0.33.0")] == ["a"]
+    assert [i.id for i in ledger.unmatched([("int8-x", Entry.FUSED_EXPERTS)], Backend.INTERPRETER, "0.33.0")] == ["a"]
+    assert ledger.unmatched([("int8-x", Entry.LAYER)], Backend.INTERPRETER, "0.33.0") == ()
+    assert ledger.unmatched([], Backend.INTERPRETER, "0.34.0") == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "says"),
+    [
+        (ENTRY.replace('outcome = "MISMATCH"', 'outcome = "BROKEN"'), 2, "'BROKEN' is not a valid Outcome"),
+        (ENTRY.replace('vllm = "<=0.33.0"', 'vllm = "about 3"'), 2, "Invalid specifier: 'about 3'"),
+        (ENTRY.replace('"interpreter"', '"abacus"'), 2, "unknown backend 'abacus'"),
+        (ENTRY.replace('["interpreter"]', "[]"), 2, "'backends' must be a non-empty list"),
+        (ENTRY.replace('note = "n"\n', ""), 2, "key 'note' is missing"),
+        (ENTRY.replace("note", "notes"), 2, "unknown key 'notes'"),
+        (ENTRY.replace('link = "x"', 'link = ""'), 2, "'link' must be a non-empty string"),
+        (ENTRY.replace('link = "x"', "link = x"), 10, "not TOML"),
+        (ENTRY + ENTRY, 2, "id 'a' is used twice"),
+        ('title = "x"\n' + ENTRY, 1, "only [[issue]] tables belong here"),
+    ],
+)
+def test_a_malformed_file_is_told_by_file_and_line(tmp_path: Path, text: str, line: int, says: str) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(LedgerError) as error:
+        load(path)
+    assert str(error.value).startswith(f"{path}:{line}: ")
+    assert says in str(error.value)
+
+
+def test_a_missing_file_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(LedgerError, match="cannot be read"):
+        load(tmp_path / "none.toml")
+
+
+def test_brackets_in_ids_are_literal() -> None:
+    assert matches("a[b]", "a[b]")
+    assert not matches("ab", "a[b]")
+
+
+def test_every_entry_of_ours_matches_a_pair_of_its_level() -> None:
+    ledger = load()
+    for level in Level:
+        these = Ledger(issues=tuple(i for i in ledger.issues if i.level is level))
+        collected = [(case.id, entry) for case, entry in pairs(level)]
+        for backend in {b for i in these.issues for b in i.backends}:
+            assert these.unmatched(collected, backend, "0.33.0") == ()
