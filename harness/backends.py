@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from cases.case import ActScale, Entry, MoECase
-from references.vocabulary import CheckpointFormat, Format
+from references.vocabulary import Activation, CheckpointFormat, Format, Layout
 
 
 class UnknownBackend(ValueError):
@@ -70,7 +70,40 @@ def experts_expected(case: MoECase, entry: Entry, backend: Backend) -> frozenset
     return SPECS[backend].expert_classes[entry]
 
 
-_TRITON_REFUSALS: tuple[Refusal, ...] = ()
+def _quark_layer(case: MoECase, entry: Entry, weight: Format) -> bool:
+    return entry is Entry.LAYER and case.checkpoint is CheckpointFormat.QUARK and case.weight is weight
+
+
+_QUARK_FP8 = {
+    (Layout.TENSOR, ActScale.STATIC_TENSOR),
+    (Layout.TENSOR, ActScale.DYNAMIC_TENSOR),
+    (Layout.CHANNEL, ActScale.DYNAMIC_TOKEN),
+    (Layout.BLOCK128, ActScale.DYNAMIC_GROUP128),
+}
+
+_TRITON_REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        reason="Quark FP8 takes per-tensor, per-channel with per-token, and per-block scales only",
+        says="only per-tensor, per-channel and per-block scales",
+        applies=lambda case, entry: _quark_layer(case, entry, Format.E4M3FN) and (case.weight_scale, case.act_scale) not in _QUARK_FP8,
+    ),
+    Refusal(
+        reason="Quark INT8 has no dynamic per-tensor scheme",
+        says="Unsupported FusedMoe scheme",
+        applies=lambda case, entry: _quark_layer(case, entry, Format.INT8) and case.act_scale is ActScale.DYNAMIC_TENSOR,
+    ),
+    Refusal(
+        reason="the fused SiLU and block quantization operator takes fp16 and bf16 only",
+        says="Input must be FP16 or BF16",
+        applies=lambda case, entry: (
+            entry is Entry.LAYER
+            and case.weight is Format.E4M3FN
+            and case.weight_scale is Layout.BLOCK128
+            and case.activation is Activation.SILU
+            and case.dtype is Format.FP32
+        ),
+    ),
+)
 
 _TRITON_CLASSES = {Entry.LAYER: frozenset({"TritonExperts"}), Entry.FUSED_EXPERTS: frozenset({"fused_experts"})}
 

@@ -54,7 +54,7 @@ def run_pair(case: MoECase, entry: Entry, backend: Backend, subject: Subject) ->
         return PairResult(verdict=verdict, timings=clock.seconds, extras=extras)
 
     def failed(error: SubjectError, outcome: Outcome) -> PairResult:
-        if refusal is not None and error.refused and refusal.matches(error.detail):
+        if refusal is not None and refusal.matches(error.detail):
             return finish(Verdict(outcome=Outcome.UNSUPPORTED, claim=f"refused by design: {refusal.reason}", detail=error.detail))
         return finish(judge.raised(outcome, error.detail))
 

@@ -30,8 +30,12 @@ _GROUP_AMAX_FLOOR = 1e-10  # eps of per_token_group_quant_*: a floor of the amax
 
 
 def _runs_weight_only(case: MoECase, entry: Entry) -> bool:
-    """oracle/int8.py::make_int8_moe_quant_config: no stored activation scale and not per-token means W8A16, whatever was asked."""
-    return entry is Entry.LAYER and case.weight is Format.INT8 and case.act_scale is ActScale.DYNAMIC_TENSOR
+    """oracle/int8.py::make_int8_moe_quant_config: no stored activation scale and not per-token means W8A16, whatever was asked.
+
+    quark_moe.py takes "per-token" from the *weight's* granularity, so per-tensor INT8 weights never quantize activations.
+    """
+    dynamic = case.act_scale in (ActScale.DYNAMIC_TENSOR, ActScale.DYNAMIC_TOKEN)
+    return entry is Entry.LAYER and case.weight is Format.INT8 and case.weight_scale is Layout.TENSOR and dynamic
 
 
 def _act_quant(case: MoECase, entry: Entry) -> ActQuant | None:
