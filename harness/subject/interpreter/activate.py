@@ -112,8 +112,9 @@ def activate() -> None:
             f"not imported vllm, and let VLLM_PLUGINS (now {os.environ.get('VLLM_PLUGINS')!r}) name {ENTRY_POINT_NAME}"
         )
 
-    from harness.subject.interpreter import compiled_ops, triton_gaps
+    from harness.subject.interpreter import compiled_ops, triton_gaps, triton_speed
 
     compiled_ops.register()
     triton_gaps.fill()
+    triton_speed.apply()
     _activated = True

@@ -5,7 +5,8 @@ Codes are int8 or float8_e4m3fn, scales float32 and multiply. csrc/libtorch_stab
 
 ``cvt.rni.sat`` rounds half to even and saturates, NaN becomes 0. fp8 conversions round half to even after
 fminf/fmaxf, which return the operand that is not NaN: a NaN quotient becomes +448. Where a kernel multiplies by a reciprocal
-the reciprocal is rounded to float32 first.
+the reciprocal is rounded to float32 first. What the sources leave open was read off the sm_90 code of the 0.33.0 wheel
+(``cuobjdump -sass``): divisions are IEEE, and the group quantizers multiply by the reciprocal of their scale.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def dynamic_scaled_int8_quant(out: torch.Tensor, x: torch.Tensor, scales: torch.
     rows = x.float().reshape(-1, x.shape[-1])
     amax = rows.abs().amax(-1, keepdim=True)
     scales.copy_((amax / 127.0).reshape(scales.shape))
-    inverse = torch.where(amax == 0, torch.zeros_like(amax), 127.0 / amax)
+    inverse = torch.where(amax == 0, torch.zeros_like(amax), torch.full_like(amax, 127.0) / amax)  # number / tensor rounds twice
     out.copy_(to_int8_rn(rows * inverse).reshape(out.shape))
 
 
@@ -127,10 +128,10 @@ def per_token_group_fp8_quant(
     scale_ue8m0: bool,
     *_layout: object,
 ) -> None:
-    """Per (row, group): scale = max(amax, eps) / 448, code = e4m3(clamp(x / scale)). The layout of ``scales`` is its strides'."""
+    """Per (row, group): scale = max(amax, eps) / 448, code = e4m3(clamp(x * (1 / scale))). ``scales`` may be strided."""
     grouped, scale = _group_scales(x, group_size, eps, fp8_max, scale_ue8m0)
     scales.copy_(scale.squeeze(-1).reshape(scales.shape))
-    quotient = grouped / scale
+    quotient = grouped * (1.0 / scale)
     low, high = torch.full_like(quotient, fp8_min), torch.full_like(quotient, fp8_max)
     out.copy_(torch.fmin(torch.fmax(quotient, low), high).to(out.dtype).reshape(out.shape))
 
@@ -138,11 +139,11 @@ def per_token_group_fp8_quant(
 def per_token_group_quant_int8(
     x: torch.Tensor, out: torch.Tensor, scales: torch.Tensor, group_size: int, eps: float, int8_min: float, int8_max: float
 ) -> None:
-    """Per (row, group): scale = max(amax, eps) / 127, code = int8(clamp(x / scale)); the C++ cast truncates toward zero."""
+    """Per (row, group): scale = max(amax, eps) / 127, code = int8(clamp(x * (1 / scale))); the C++ cast truncates toward zero."""
     rows = x.reshape(-1, x.shape[-1])
     grouped, scale = _group_scales(rows, group_size, eps, int8_max, False)
     scales.copy_(scale.squeeze(-1).reshape(scales.shape))
-    out.copy_(torch.trunc((grouped / scale).clamp(int8_min, int8_max)).to(torch.int8).reshape(out.shape))
+    out.copy_(torch.trunc((grouped * (1.0 / scale)).clamp(int8_min, int8_max)).to(torch.int8).reshape(out.shape))
 
 
 def silu_and_mul_per_block_quant(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Builder = interpreter.InterpreterBuilder
 Handle = interpreter.TensorHandle
 _FP8 = {tl.float8e4nv: (torch.float8_e4m3fn, 448.0), tl.float8e5: (torch.float8_e5m2, 57344.0)}
-_NARROW = (tl.bfloat16, *_FP8)
+_NARROW = frozenset(dtype.name for dtype in (tl.bfloat16, *_FP8))  # by name: comparing tl.dtype objects is slow
 
 
 def to_float32(data: np.ndarray, dtype: tl.dtype) -> np.ndarray:
@@ -45,7 +45,7 @@ def from_float32(values: np.ndarray, dtype: tl.dtype) -> np.ndarray:
 
 
 def _narrow(*handles: object) -> bool:
-    return any(isinstance(handle, Handle) and handle.dtype.scalar in _NARROW for handle in handles)
+    return any(isinstance(handle, Handle) and handle.dtype.scalar.name in _NARROW for handle in handles)
 
 
 def fill_casts() -> bool:
@@ -58,9 +58,9 @@ def fill_casts() -> bool:
 
     def cast(self: object, src: object, dst_type: tl.dtype) -> object:
         source, target = src.dtype.scalar, dst_type.scalar
-        if source not in _NARROW and target not in _NARROW:
+        if source.name not in _NARROW and target.name not in _NARROW:
             return original(self, src, dst_type)
-        if source in _NARROW:
+        if source.name in _NARROW:
             values = to_float32(src.data, source)
         else:  # through float64: an int32 or a float64 rounds once more only beyond 53 bits
             values = src.data.astype(np.float64).astype(np.float32)
