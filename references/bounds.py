@@ -20,15 +20,18 @@ B = (sum|p| + |sum p|) / 2.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from references.activations import function_range
 from references.formats import limits, round_to, saturate
-from references.quantize import Quantized, symmetric
+from references.quantize import Quantized, multiplier, quotient, symmetric
 from references.scales import expand, group_amax
-from references.vocabulary import Accumulator, Activation, ActQuant, Format, Rounding, WeightQuant
+from references.vocabulary import Accumulator, Activation, ActQuant, Format, Quotient, Rounding, WeightQuant
+
+Expand = Callable[[torch.Tensor], torch.Tensor]
 
 U32 = 2.0**-24
 _ULP = 2.0 * U32  # an ulp, relative, at most
@@ -208,28 +211,43 @@ def scaled(x: Interval, a_scale: Interval | None, w_scale: torch.Tensor | None) 
 # --------------------------------------------------------------------------------------------------------------------- quantizers
 
 
-def _scale_interval(amax_low: torch.Tensor, amax_high: torch.Tensor, how: ActQuant) -> Interval:
-    """max(amax / qmax, floor) over an interval of amax; exact where fp32 holds the quotient exactly."""
+def _scale_interval(amax: Interval, how: ActQuant) -> Interval:
+    """max(amax / qmax, floor) over an interval of amax, monotone. DIVISION widens it where the kernel's division may be approximate,
+    except where fp32 holds the quotient exactly."""
     qmax = limits(how.format).qmax
     floor = round_to(torch.tensor(how.scale_floor, dtype=torch.float64), how.scale_store)
     ends = []
-    for amax, direction in ((amax_low, -1.0), (amax_high, 1.0)):
-        ratio = amax / qmax
-        exact = round_to(ratio, Format.FP32) * qmax == amax
-        moved = torch.where(exact, ratio, ratio * (1.0 + direction * DIVISION))
-        ends.append(torch.maximum(round_to(moved, how.scale_store), floor))
+    for end, direction in ((amax.low, -1.0), (amax.high, 1.0)):
+        ratio = end / qmax
+        if how.quotient is Quotient.ANY:
+            exact = round_to(ratio, Format.FP32) * qmax == end
+            ratio = torch.where(exact, ratio, ratio * (1.0 + direction * DIVISION))
+        ends.append(torch.maximum(round_to(ratio, how.scale_store), floor))
     return Interval(ends[0], ends[1])
 
 
-def _quotient_interval(x: Interval, scale: Interval) -> Interval:
+def _any_quotient(x: Interval, scale: Interval) -> Interval:
     """x / scale, scale >= 0 broadcasting; 0 where the scale is 0; widened by QUOTIENT unless the division is by one power of two."""
     zero = scale.high == 0
-    bottom = torch.where(scale.low == 0, scale.high, scale.low)
-    bottom, top = torch.where(zero, torch.ones_like(bottom), bottom), torch.where(zero, torch.ones_like(bottom), scale.high)
-    low = torch.where(zero, 0.0, torch.where(x.low >= 0, x.low / top, x.low / bottom))
-    high = torch.where(zero, 0.0, torch.where(x.high >= 0, x.high / bottom, x.high / top))
+    bottom = torch.where(scale.low == 0, scale.high, scale.low).masked_fill(zero, 1.0)
+    top = scale.high.masked_fill(zero, 1.0)
+    low = torch.where(x.low >= 0, x.low / top, x.low / bottom).masked_fill(zero, 0.0)
+    high = torch.where(x.high >= 0, x.high / bottom, x.high / top).masked_fill(zero, 0.0)
     inexact = torch.where((bottom == top) & is_power_of_two(top), 0.0, QUOTIENT)
     return widen(Interval(low, high), inexact * low.abs(), inexact * high.abs())
+
+
+def _known_quotient(x: Interval, scale: Interval, amax: Interval | None, how: ActQuant, expanded: Expand) -> Interval:
+    """The recipe's own quotient, whose every operation rounds once: monotone in x and in the scale, so the ends suffice."""
+    small, large = (expanded(end) for end in (scale.low, scale.high))
+    by_small = multiplier(scale.low, None if amax is None else amax.low, how)
+    by_large = multiplier(scale.high, None if amax is None else amax.high, how)
+    factors = (None, None) if by_small is None or by_large is None else (expanded(by_small), expanded(by_large))
+    if x.low is x.high and scale.low is scale.high:
+        return exactly(quotient(x.low, small, factors[0]))
+    low = torch.where(x.low >= 0, quotient(x.low, large, factors[1]), quotient(x.low, small, factors[0]))
+    high = torch.where(x.high >= 0, quotient(x.high, small, factors[0]), quotient(x.high, large, factors[1]))
+    return Interval(low, high)
 
 
 def quantize(x: Interval, how: ActQuant, static_scale: torch.Tensor | None) -> tuple[Interval, Interval]:
@@ -238,28 +256,36 @@ def quantize(x: Interval, how: ActQuant, static_scale: torch.Tensor | None) -> t
     A code is in doubt only where the quotient's interval holds a tie. static_scale: [R, 1] float64, exact, for a static quantizer.
     """
     rows, cols = x.low.shape
+    amax: Interval | None = None
     if static_scale is None:
-        nearest = torch.maximum(torch.maximum(x.low, -x.high), torch.zeros_like(x.low))
-        farthest = torch.maximum(x.low.abs(), x.high.abs())
-        group = _scale_interval(group_amax(nearest, how.layout), group_amax(farthest, how.layout), how)
-        per_element = Interval(expand(group.low, how.layout, rows, cols), expand(group.high, how.layout, rows, cols))
-        scale = group if group.low.dim() == 2 else Interval(group.low.expand(rows, 1), group.high.expand(rows, 1))
+        amax = exactly(group_amax(x.low, how.layout))
+        if x.low is not x.high:
+            nearest = torch.maximum(torch.maximum(x.low, -x.high), torch.zeros_like(x.low))
+            amax = Interval(group_amax(nearest, how.layout), group_amax(torch.maximum(x.low.abs(), x.high.abs()), how.layout))
+        scale = _scale_interval(amax, how)
     else:
-        scale = per_element = exactly(static_scale)
-    ratio = _quotient_interval(x, per_element)
-    low, high = (saturate(end, how.format, how.rounding) for end in (ratio.low, ratio.high))
-    return (exactly(low) if torch.equal(low, high) else Interval(low, high)), scale
+        scale = exactly(static_scale)
+
+    def expanded(one: torch.Tensor) -> torch.Tensor:
+        return one if static_scale is not None else expand(one, how.layout, rows, cols)
+
+    if how.quotient is Quotient.ANY:
+        ratio = _any_quotient(x, Interval(expanded(scale.low), expanded(scale.high)))
+    else:
+        ratio = _known_quotient(x, scale, amax, how, expanded)
+    low = saturate(ratio.low, how.format, how.rounding)
+    high = low if ratio.high is ratio.low else saturate(ratio.high, how.format, how.rounding)
+    codes = exactly(low) if torch.equal(low, high) else Interval(low, high)
+    if scale.low.dim() == 0:
+        scale = Interval(scale.low.expand(rows, 1), scale.high.expand(rows, 1))
+    return codes, scale
 
 
 def weight_code_hull(w: torch.Tensor, quantized: Quantized, how: WeightQuant) -> tuple[torch.Tensor, torch.Tensor]:
-    """Smallest and largest honest online code of each weight.
-
-    Quotients in bf16 or fp16 come from one correctly rounded division and leave no choice. fp32 quotients may be a division or a product
-    by the reciprocal: both codes where those straddle a tie.
-    """
-    if how.arithmetic is not Format.FP32 or how.format is Format.INT8:
+    """Smallest and largest honest online code of each weight: one unless the recipe does not know the quotient."""
+    if how.quotient is not Quotient.ANY or how.arithmetic is not Format.FP32:
         return quantized.codes, quantized.codes
-    ratio = _quotient_interval(exactly(w), exactly(quantized.scale))
+    ratio = _any_quotient(exactly(w), exactly(quantized.scale))
     low, high = (symmetric(saturate(end, how.format, how.rounding), how.format) for end in (ratio.low, ratio.high))
     return (quantized.codes, quantized.codes) if torch.equal(low, high) else (low, high)
 
@@ -276,7 +302,7 @@ def requantized_hull(before: Quantized, after: Quantized, fmt: Format) -> tuple[
     scale_fp16 = _eleven_bits(before.group_scale)
     exact = before.codes * before.group_scale
     variants = (exact, _eleven_bits(exact), _eleven_bits(before.codes * scale_fp16))
-    ratios = [_quotient_interval(exactly(v), exactly(after.group_scale)) for v in variants]
+    ratios = [_any_quotient(exactly(v), exactly(after.group_scale)) for v in variants]
     low = saturate(torch.stack([r.low for r in ratios]).amin(0), fmt, Rounding.HALF_EVEN)
     high = saturate(torch.stack([r.high for r in ratios]).amax(0), fmt, Rounding.HALF_EVEN)
     return (after.codes, after.codes) if torch.equal(low, high) else (low, high)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from references.activations import function
-from references.formats import round_to, saturate
-from references.quantize import quantize_activations, quotient
+from references.formats import round_to
+from references.quantize import quantize_activations
 from references.vocabulary import Activation, ActQuant, Format, Layout, Recipe, RouterWeight
 
 if TYPE_CHECKING:
@@ -71,10 +71,8 @@ def quantized_rows(rows: torch.Tensor, how: ActQuant | None, static_scale: torch
     """
     if how is None:
         return rows
-    if static_scale is None:
-        quantized = quantize_activations(rows, how)
-        return quantized.codes * quantized.scale
-    return saturate(quotient(rows, static_scale), how.format, how.rounding) * static_scale
+    quantized = quantize_activations(rows, how, static_scale)
+    return quantized.codes * quantized.scale
 
 
 def round_through(values: torch.Tensor, formats: tuple[Format, ...]) -> torch.Tensor:

@@ -1,11 +1,9 @@
 """Quantizers on numbers: a scale per group, a quotient, a rounding. Every scale multiplies the codes.
 
-scale = max(amax / qmax, floor), in the dtype the recipe names; quotient = x / scale in fp32 (weights: in the recipe's arithmetic dtype);
-code = Q(quotient), saturating. Division in fp32 (bf16, fp16) is division in float64 rounded once: 53 >= 2 * 24 + 2 bits make the double
-rounding innocuous (Figueroa 1995, "When is double rounding innocuous?").
-
-A kernel may multiply by a reciprocal instead of dividing, which moves a quotient by a few units in the last place; that belongs to the
-intervals (references/bounds.py), not here.
+scale = max(amax / qmax, floor), in the dtype the recipe names; quotient by division, by a reciprocal or by qmax / amax, as the recipe names,
+in fp32 (weights: in the recipe's arithmetic dtype); code = Q(quotient), saturating. An operation in fp32 (bf16, fp16) is the operation in
+float64 rounded once: 53 >= 2 * 24 + 2 bits make the double rounding innocuous (Figueroa 1995, "When is double rounding innocuous?").
+Where the recipe does not know the quotient (ANY), numbers divide and the intervals (references/bounds.py) hold the others.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import torch
 
 from references.formats import limits, round_to, saturate
 from references.scales import expand, group_amax
-from references.vocabulary import ActQuant, Format, Layout, Rounding, WeightQuant
+from references.vocabulary import ActQuant, Format, Quotient, Rounding, WeightQuant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,24 +38,49 @@ def dynamic_scale(amax: torch.Tensor, how: ActQuant | WeightQuant) -> torch.Tens
     return torch.maximum(scale, round_to(torch.tensor(how.scale_floor, dtype=torch.float64), store))
 
 
-def quotient(x: torch.Tensor, scale: torch.Tensor, arithmetic: Format = Format.FP32) -> torch.Tensor:
-    """x / scale rounded to ``arithmetic``; 0 where the scale is 0 (an all-zero group without a floor)."""
-    safe = torch.where(scale == 0, torch.ones_like(scale), scale)
-    return torch.where(scale == 0, torch.zeros_like(x), round_to(x / safe, arithmetic))
+def multiplier(scale: torch.Tensor, amax: torch.Tensor | None, how: ActQuant | WeightQuant) -> torch.Tensor | None:
+    """What x is multiplied by, in the quotient's arithmetic; None when it is divided by the scale. Zero scales give infinity."""
+    arithmetic = how.arithmetic if isinstance(how, WeightQuant) else Format.FP32
+    match how.quotient:
+        case Quotient.DIVIDE | Quotient.ANY:
+            return None
+        case Quotient.RECIPROCAL:
+            return round_to(1.0 / scale, arithmetic)
+        case Quotient.AMAX_RATIO:
+            if amax is None:
+                raise ValueError("a static scale has no amax: its quotient is a division or a product by the reciprocal")
+            qmax = limits(how.format).qmax
+            return round_to(qmax / amax.clamp_min(how.scale_floor * qmax), arithmetic)
 
 
-def quantize_activations(x: torch.Tensor, how: ActQuant, static_scale: float | None = None) -> Quantized:
+def quotient(x: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor | None, arithmetic: Format = Format.FP32) -> torch.Tensor:
+    """x / scale, or x * factor, rounded to ``arithmetic``; 0 where the scale is 0 (an all-zero group without a floor)."""
+    zero = scale == 0
+    ratio = x / scale.masked_fill(zero, 1.0) if factor is None else x * factor.masked_fill(zero, 1.0)
+    return round_to(ratio, arithmetic).masked_fill(zero, 0.0)
+
+
+def quantize_activations(x: torch.Tensor, how: ActQuant, static_scale: float | torch.Tensor | None = None) -> Quantized:
     """Rows entering a GEMM, x [R, K] float64, quantized as ``how`` says. The TENSOR layout takes its amax over all R rows.
+
+    static_scale: one for all rows, or [R, 1] float64.
 
     Raises:
         ValueError: when a static quantizer gets no scale, or a dynamic one gets one.
     """
     if how.dynamic == (static_scale is not None):
         raise ValueError("a static activation quantizer needs static_scale, a dynamic one computes its own")
-    fixed = None if static_scale is None else torch.tensor(static_scale, dtype=torch.float64)
-    group_scale = dynamic_scale(group_amax(x, how.layout), how) if fixed is None else fixed
-    scale = expand(group_scale, how.layout if how.dynamic else Layout.TENSOR, *x.shape)
-    return Quantized(codes=saturate(quotient(x, scale), how.format, how.rounding), scale=scale, group_scale=group_scale)
+    if static_scale is None:
+        amax = group_amax(x, how.layout)
+        group_scale = dynamic_scale(amax, how)
+        scale = expand(group_scale, how.layout, *x.shape)
+        factor = multiplier(group_scale, amax, how)
+        factor = None if factor is None else expand(factor, how.layout, *x.shape)
+    else:
+        group_scale = torch.as_tensor(static_scale, dtype=torch.float64)
+        scale = group_scale.reshape(-1, 1)
+        factor = multiplier(scale, None, how)
+    return Quantized(codes=saturate(quotient(x, scale, factor), how.format, how.rounding), scale=scale, group_scale=group_scale)
 
 
 def symmetric(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -70,9 +93,12 @@ def quantize_weights(w: torch.Tensor, how: WeightQuant) -> Quantized:
 
     TENSOR takes one amax over the whole matrix, so gate and up share a scale.
     """
-    group_scale = dynamic_scale(group_amax(w, how.layout), how)
+    amax = group_amax(w, how.layout)
+    group_scale = dynamic_scale(amax, how)
     scale = expand(group_scale, how.layout, *w.shape)
-    codes = symmetric(saturate(quotient(w, scale, how.arithmetic), how.format, how.rounding), how.format)
+    factor = multiplier(group_scale, amax, how)
+    factor = None if factor is None else expand(factor, how.layout, *w.shape)
+    codes = symmetric(saturate(quotient(w, scale, factor, how.arithmetic), how.format, how.rounding), how.format)
     return Quantized(codes=codes, scale=scale, group_scale=group_scale)
 
 

@@ -74,6 +74,15 @@ class Rounding(StrEnum):
     TOWARD_ZERO = "toward_zero"  # not ties: truncation, vLLM's INT8 group quantizer
 
 
+class Quotient(StrEnum):
+    """How x over its scale is computed; structural ties (x and amax share few bits) fall differently. Each operation rounds once."""
+
+    DIVIDE = "divide"  # x / scale
+    RECIPROCAL = "reciprocal"  # x * (1 / scale)
+    AMAX_RATIO = "amax_ratio"  # x * (qmax / amax), dynamic scales only
+    ANY = "any"  # not known, or approximate division: the hull of them
+
+
 class Accumulator(StrEnum):
     """How a lane adds products; the error model of each is in references/bounds.py."""
 
@@ -95,6 +104,7 @@ class ActQuant:
     rounding: Rounding = Rounding.HALF_EVEN
     scale_floor: float = 0.0
     scale_store: Format = Format.FP32  # dtype in which a dynamic scale is divided and kept
+    quotient: Quotient = Quotient.ANY
 
 
 class RouterWeight(StrEnum):
@@ -121,6 +131,7 @@ class WeightQuant:
     rounding: Rounding = Rounding.HALF_EVEN
     scale_floor: float = 0.0
     arithmetic: Format = Format.FP32  # dtype in which scale and quotient are computed
+    quotient: Quotient = Quotient.ANY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,409 @@
+"""Each error term against float32 code that does the step; each check shown able to fail."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from references import bounds
+from references.activations import function
+from references.bounds import Interval, exactly, matmul, operand, quantize, router_weights, scaled, store, sum_over_slots, times
+from references.formats import limits, saturate, torch_dtype
+from references.quantize import Quantized, quantize_weights, requantize_to_max
+from references.vocabulary import Accumulator, Activation, ActQuant, Format, Layout, Rounding, WeightQuant
+
+SEEDS = st.integers(0, 2**31)
+ACCUMULATED = (Format.INT8, Format.E4M3FN, Format.E5M2, Format.BF16, Format.FP16, Format.FP32)
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def grid_values(fmt: Format, rows: int, cols: int, g: torch.Generator, spread: float = 1.0) -> torch.Tensor:
+    x = torch.randn(rows, cols, generator=g, dtype=torch.float64) * torch.exp2(spread * torch.randn(rows, cols, generator=g))
+    top = 100.0 if fmt in (Format.INT8, Format.E4M3FN, Format.E5M2) else 1.0
+    return saturate(x * top / x.abs().max(), fmt)
+
+
+def fp32_sum(products: torch.Tensor, how: str, g: torch.Generator) -> torch.Tensor:
+    """Sum over the last dimension in float32: a random order, pairwise, or the worst order (cancelling pairs last)."""
+    if how == "sorted":
+        products = products.sort(-1).values
+    else:
+        products = products[..., torch.randperm(products.shape[-1], generator=g)]
+    if how != "pairwise":
+        total = torch.zeros(products.shape[:-1])
+        for k in range(products.shape[-1]):
+            total = total + products[..., k]
+        return total
+    while products.shape[-1] > 1:
+        odd = products[..., -1:] if products.shape[-1] % 2 else products[..., :0]
+        products = torch.cat([products[..., 0 : products.shape[-1] // 2 * 2 : 2] + products[..., 1::2], odd], -1)
+    return products[..., 0]
+
+
+def holds(interval: Interval, value: torch.Tensor) -> bool:
+    return bool(((interval.low <= value) & (value <= interval.high)).all())
+
+
+# ------------------------------------------------------------------------------------------------------------------ accumulation
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(ACCUMULATED),
+    st.sampled_from(ACCUMULATED),
+    st.integers(1, 200),
+    st.sampled_from(["random", "pairwise", "sorted"]),
+    st.floats(0, 3),
+    SEEDS,
+)
+def test_every_float32_summation_order_stays_inside(a_fmt: Format, w_fmt: Format, k: int, how: str, spread: float, seed: int) -> None:
+    g = generator(seed)
+    a, w = grid_values(a_fmt, 3, k, g, spread), grid_values(w_fmt, 4, k, g, spread)
+    interval = matmul(operand(exactly(a), a_fmt), operand(exactly(w), w_fmt), Accumulator.FP32)
+    products = a.float()[:, None, :] * w.float()[None, :, :]
+    assert holds(interval, fp32_sum(products, how, g).double())
+    assert holds(interval, a @ w.T)
+
+
+def test_a_half_precision_accumulator_is_outside() -> None:
+    g = generator(0)
+    a, w = grid_values(Format.E4M3FN, 8, 128, g), grid_values(Format.E4M3FN, 8, 128, g)
+    interval = matmul(operand(exactly(a), Format.E4M3FN), operand(exactly(w), Format.E4M3FN), Accumulator.FP32)
+    total = torch.zeros(8, 8, dtype=torch.bfloat16)
+    for k in range(128):
+        total = total + (a[:, k : k + 1] * w[:, k]).bfloat16()
+    assert not holds(interval, total.double())
+
+
+def test_a_truncating_accumulator_is_outside() -> None:
+    """14 bits kept of each addend, as Hopper's FP8 tensor cores do: a model of its own, not covered by fp32's."""
+    g = generator(1)
+    a, w = grid_values(Format.E4M3FN, 8, 256, g), grid_values(Format.E4M3FN, 8, 256, g)
+    interval = matmul(operand(exactly(a), Format.E4M3FN), operand(exactly(w), Format.E4M3FN), Accumulator.FP32)
+    products = a[:, None, :] * w[None, :, :]
+    unit = torch.exp2(torch.floor(torch.log2(products.abs().amax(-1, keepdim=True))) - 13)
+    assert not holds(interval, (torch.trunc(products / unit) * unit).sum(-1))
+
+
+@pytest.mark.parametrize("fmt", [Format.INT8, Format.BF16, Format.FP32])
+def test_integers_below_2_to_24_have_no_radius(fmt: Format) -> None:
+    a = torch.randint(-8, 9, (5, 300), generator=generator(2)).double()
+    w = torch.randint(-8, 9, (6, 300), generator=generator(3)).double()
+    for accumulator in Accumulator:
+        interval = matmul(operand(exactly(a), fmt), operand(exactly(w * 2.0**-7), fmt), accumulator) if fmt is not Format.INT8 else matmul(
+            operand(exactly(a), fmt), operand(exactly(w), fmt), accumulator
+        )
+        assert torch.equal(interval.low, interval.high)
+
+
+def test_int32_tiles_round_only_beyond_2_to_24() -> None:
+    ones = torch.full((1, 2048), 127.0, dtype=torch.float64)
+    inside = matmul(operand(exactly(ones[:, :1000]), Format.INT8), operand(exactly(ones[:, :1000]), Format.INT8), Accumulator.INT32)
+    assert torch.equal(inside.low, inside.high)
+    beyond = matmul(operand(exactly(ones), Format.INT8), operand(exactly(ones), Format.INT8), Accumulator.INT32)
+    assert (beyond.high > beyond.low).all()
+    total = torch.zeros(1)
+    for tile in ones.split(32, 1):
+        total = total + tile.square().sum().float()
+    assert holds(beyond, total.double())
+
+
+def test_fp8_accumulation_is_nearly_exact_and_the_bound_knows() -> None:
+    """Random FP8 codes over K = 256: the classical bound is hundreds of ulps of the largest partial sum, this one a few."""
+    g = generator(4)
+    a, w = (saturate(torch.randn(16, 256, generator=g).double() * 150, Format.E4M3FN) for _ in range(2))
+    interval = matmul(operand(exactly(a), Format.E4M3FN), operand(exactly(w), Format.E4M3FN), Accumulator.FP32)
+    products = a[:, None, :] * w[None, :, :]
+    ulp = torch.exp2(torch.floor(torch.log2((products.abs().sum(-1) + products.sum(-1).abs()) / 2)) - 23)
+    radius = (interval.high - interval.low) / 2 / ulp
+    lowest = bounds.lowest_bit(products)
+    lemma = (ulp.unsqueeze(-1) - lowest).clamp_min(0).sum(-1) / ulp
+    assert (radius >= lemma - 1e-9).all()
+    assert float(radius.median()) < 2.0
+    assert float(radius.max()) < 255 / 2
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from([Format.INT8, Format.E4M3FN, Format.BF16]), st.integers(1, 80), SEEDS)
+def test_products_of_intervals_hold_every_choice_of_codes(fmt: Format, k: int, seed: int) -> None:
+    g = generator(seed)
+    a, w = grid_values(fmt, 3, k, g), grid_values(fmt, 4, k, g)
+    other = saturate(a + torch.randn(3, k, generator=g) * 3 * (torch.rand(3, k, generator=g) < 0.3), fmt)
+    w_other = saturate(w + torch.randn(4, k, generator=g) * (torch.rand(4, k, generator=g) < 0.1), fmt)
+    low, high, w_low, w_high = torch.minimum(a, other), torch.maximum(a, other), torch.minimum(w, w_other), torch.maximum(w, w_other)
+    interval = matmul(operand(Interval(low, high), fmt), operand(Interval(w_low, w_high), fmt), Accumulator.FP32)
+    for _ in range(4):
+        pick = torch.where(torch.rand(3, k, generator=g) < 0.5, low, high)
+        w_pick = torch.where(torch.rand(4, k, generator=g) < 0.5, w_low, w_high)
+        assert holds(interval, fp32_sum(pick.float()[:, None] * w_pick.float()[None], "random", g).double())
+
+
+@given(st.floats(2.0**-100, 2.0**100), st.integers(0, 40))
+def test_the_lowest_bit_divides_the_value(x: float, drop: int) -> None:
+    value = torch.tensor([x], dtype=torch.float64)
+    value = (value.view(torch.int64) & -(1 << drop)).view(torch.float64)
+    lowest = float(bounds.lowest_bit(value))
+    assert (float(value) / lowest) % 2 == 1.0  # an odd multiple
+    assert math.isinf(float(bounds.lowest_bit(torch.zeros(1, dtype=torch.float64))))
+
+
+# ------------------------------------------------------------------------------------------------------------ elementwise fp32 steps
+
+
+@settings(deadline=None)
+@given(SEEDS)
+def test_scales_in_either_order_or_fused_stay_inside(seed: int) -> None:
+    g = generator(seed)
+    acc = torch.randn(6, 7, generator=g) * 1e4
+    a, w, bias = torch.rand(6, 1, generator=g) + 0.1, torch.rand(7, generator=g) + 0.1, torch.randn(7, generator=g)
+    interval = scaled(exactly(acc.double()), exactly(a.double()), w.double())
+    shifted = store(Interval(interval.low + bias, interval.high + bias), Format.FP32)
+    for product in (acc * a * w, acc * w * a, acc * (a * w).float()):
+        if product is not acc * (a * w).float():
+            assert holds(interval, product.double())
+    assert holds(shifted, (acc * a * w + bias).double())
+    assert holds(shifted, ((acc * a).double() * w + bias).float().double())  # the second product fused into the addition
+
+
+def test_powers_of_two_scale_exactly() -> None:
+    acc = torch.arange(-20.0, 20.0, dtype=torch.float64).reshape(5, 8)
+    interval = scaled(exactly(acc), exactly(torch.full((5, 1), 0.25, dtype=torch.float64)), torch.full((8,), 2.0, dtype=torch.float64))
+    assert torch.equal(interval.low, acc * 0.5)
+    assert torch.equal(interval.high, acc * 0.5)
+
+
+@given(SEEDS, st.sampled_from([Format.BF16, Format.FP16, Format.FP32]))
+def test_a_store_holds_the_rounded_value_of_everything_inside(seed: int, fmt: Format) -> None:
+    g = generator(seed)
+    low = torch.randn(50, generator=g, dtype=torch.float64)
+    high = low + torch.rand(50, generator=g).double() * 2.0 ** float(torch.randint(-30, 0, (1,), generator=g))
+    interval = store(Interval(low, high), fmt)
+    for part in (0.0, 0.3, 1.0):
+        value = (low + (high - low) * part).clamp(low, high)
+        if fmt is Format.FP32:
+            assert holds(interval, value)
+        assert holds(interval, value.to(torch.float32).to(torch_dtype(fmt)).double() if fmt is Format.FP32 else _rounded(value, fmt))
+
+
+def _rounded(value: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Nearest of the two torch neighbours, without a double rounding through float32."""
+    near = value.float().to(torch_dtype(fmt))
+    candidates = torch.stack([near, torch.nextafter(near, near * 0 - 100), torch.nextafter(near, near * 0 + 100)]).double()
+    return candidates.gather(0, (candidates - value).abs().argmin(0, keepdim=True))[0]
+
+
+@given(st.lists(st.floats(-10, 10), min_size=4, max_size=4), st.floats(0, 1), st.floats(0, 1))
+def test_products_of_intervals_take_all_four_corners(ends: list[float], s: float, t: float) -> None:
+    a, b, c, d = (torch.tensor(v, dtype=torch.float64) for v in ends)
+    x, y = Interval(torch.minimum(a, b), torch.maximum(a, b)), Interval(torch.minimum(c, d), torch.maximum(c, d))
+    product = times(x, y)
+    value = (x.low + (x.high - x.low) * s) * (y.low + (y.high - y.low) * t)
+    assert product.low - 1e-12 <= value <= product.high + 1e-12
+
+
+@pytest.mark.parametrize("activation", list(Activation))
+def test_float32_activations_stay_inside_and_use_a_good_part_of_the_bound(activation: Activation) -> None:
+    x = torch.cat([torch.linspace(-12, 12, 200_001), torch.linspace(-90, 90, 20_001)])
+    functional = torch.nn.functional
+    evaluations = {
+        Activation.SILU: (lambda v: v / (1.0 + torch.exp(-v)), lambda v: v * (1.0 / (1.0 + torch.exp(-v))), functional.silu),
+        Activation.SILU_NO_MUL: (functional.silu,),
+        Activation.GELU: (functional.gelu, lambda v: v * 0.5 * (1.0 + torch.erf(v * math.sqrt(0.5)))),
+        Activation.GELU_NO_MUL: (functional.gelu,),
+        Activation.GELU_TANH: (lambda v: functional.gelu(v, approximate="tanh"), _gelu_tanh),
+        Activation.RELU2_NO_MUL: (lambda v: functional.relu(v).square(),),
+    }[activation]
+    interval = store(bounds.activation_interval(activation, exactly(x.double())), Format.FP32)
+    centre = function(activation)(x.double())
+    used = 0.0
+    for evaluate in evaluations:
+        got = evaluate(x).double()
+        assert holds(interval, got)
+        radius = torch.where(got > centre, interval.high - centre, centre - interval.low)
+        normal = centre.abs() > 1e-30
+        used = max(used, float(((got - centre).abs() / radius)[normal & (radius > 0)].max()))
+    assert used > 0.15
+
+
+def _gelu_tanh(v: torch.Tensor) -> torch.Tensor:
+    inner = math.sqrt(2 / math.pi) * (v + 0.044715 * (v * v * v))
+    return 0.5 * v * (1.0 + torch.tanh(inner))
+
+
+def test_a_sigmoid_in_half_precision_is_outside() -> None:
+    x = torch.linspace(-8, 8, 1001)
+    interval = bounds.activation_interval(Activation.SILU, exactly(x.double()))
+    assert not holds(interval, (x * torch.sigmoid(x.half()).float()).double())
+
+
+# ------------------------------------------------------------------------------------------------------------------------ routing
+
+
+@settings(deadline=None)
+@given(st.integers(2, 60), st.integers(1, 8), st.booleans(), st.floats(0.1, 8), SEEDS)
+def test_a_float32_softmax_stays_inside(experts: int, top_k: int, renormalize: bool, spread: float, seed: int) -> None:
+    top_k = min(top_k, experts)
+    logits = torch.randn(16, experts, generator=generator(seed)) * spread
+    exact = torch.softmax(logits.double(), -1).topk(top_k, -1)
+    weights = exact.values / exact.values.sum(-1, keepdim=True) if renormalize else exact.values
+    got = torch.softmax(logits, -1).gather(1, exact.indices)
+    got = got / got.sum(-1, keepdim=True) if renormalize else got
+    interval = router_weights(weights, experts, exact=False)
+    assert holds(interval, got.double())
+    assert ((interval.high - interval.low) <= weights * 2.0**-24 * 2 * 100).all()
+
+
+def test_given_weights_are_points_and_a_bf16_softmax_is_outside() -> None:
+    logits = torch.randn(16, 8, generator=generator(5))
+    weights = torch.softmax(logits.double(), -1)
+    given_weights = router_weights(weights, 8, exact=True)
+    assert torch.equal(given_weights.low, weights.float().double())
+    assert given_weights.low is given_weights.high
+    order = weights.sort(-1, descending=True)
+    assert not holds(router_weights(order.values, 8, exact=False), torch.softmax(logits.bfloat16(), -1).double().gather(1, order.indices))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 8), st.sampled_from([torch.float32, torch.bfloat16]), SEEDS)
+def test_sums_over_slots_in_any_order_stay_inside(slots: int, dtype: torch.dtype, seed: int) -> None:
+    g = generator(seed)
+    x = (torch.randn(4, slots, 30, generator=g) * torch.exp2(3 * torch.randn(4, slots, 30, generator=g))).to(dtype).float()
+    interval = sum_over_slots(exactly(x.double()))
+    for how in ("random", "pairwise", "sorted"):
+        assert holds(interval, fp32_sum(x.transpose(1, 2), how, g).double())
+
+
+def test_sums_of_integers_over_slots_have_no_radius() -> None:
+    x = torch.randint(-100, 100, (3, 6, 20), generator=generator(6)).double() * 2.0**-5
+    interval = sum_over_slots(exactly(x))
+    assert torch.equal(interval.low, x.sum(1))
+    assert torch.equal(interval.high, x.sum(1))
+
+
+# --------------------------------------------------------------------------------------------------------------------- quantizers
+
+QUANTIZERS = [
+    ActQuant(format=fmt, layout=layout, dynamic=True, rounding=rounding, scale_floor=1e-10)
+    for fmt, layout, rounding in [
+        (Format.INT8, Layout.TOKEN, Rounding.HALF_AWAY),
+        (Format.INT8, Layout.TENSOR, Rounding.HALF_EVEN),
+        (Format.INT8, Layout.GROUP128, Rounding.TOWARD_ZERO),
+        (Format.E4M3FN, Layout.TOKEN, Rounding.HALF_EVEN),
+        (Format.E4M3FN, Layout.GROUP128, Rounding.HALF_EVEN),
+        (Format.E5M2, Layout.TENSOR, Rounding.HALF_EVEN),
+    ]
+]
+
+
+def float32_codes(x: torch.Tensor, how: ActQuant, route: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and per-element scale as three kinds of kernel compute them, in float32 only."""
+    rows, cols = x.shape
+    amax = x.abs().amax(1, keepdim=True)
+    if how.layout is Layout.TENSOR:
+        amax = x.abs().max().expand(rows, 1)
+    if how.layout is Layout.GROUP128:
+        amax = torch.cat([part.abs().amax(1, keepdim=True).expand_as(part) for part in torch.split(x, 128, 1)], 1)
+    qmax = limits(how.format).qmax
+    scale = (amax / qmax).clamp_min(how.scale_floor)
+    ratio = {"divide": x / scale, "reciprocal": x * (1 / scale), "amax": x * (qmax / amax.clamp_min(1e-10))}[route]
+    ratio = ratio.clamp(limits(how.format).min, limits(how.format).max)
+    if how.format is not Format.INT8:
+        return ratio.to(torch_dtype(how.format)).double(), scale
+    if how.rounding is Rounding.HALF_AWAY:
+        return (torch.sign(ratio) * torch.floor(ratio.abs() + 0.5)).double(), scale
+    return (ratio.round() if how.rounding is Rounding.HALF_EVEN else ratio.trunc()).double(), scale
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.sampled_from(QUANTIZERS), st.sampled_from(["divide", "reciprocal", "amax"]), SEEDS)
+def test_known_rows_have_one_code_except_at_a_tie(how: ActQuant, route: str, seed: int) -> None:
+    x = torch.randn(5, 200, generator=generator(seed)).bfloat16().float()
+    codes, scale = quantize(exactly(x.double()), how, None)
+    got, got_scale = float32_codes(x, how, route)
+    assert holds(codes, got)
+    wide = Interval(*(end.repeat_interleave(128, 1)[:, :200] if end.shape[1] > 1 else end for end in (scale.low, scale.high)))
+    assert holds(wide, got_scale.double())
+    assert float((codes.low != codes.high).double().mean()) < (0.05 if how.rounding is Rounding.TOWARD_ZERO else 0.002)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.sampled_from(QUANTIZERS), st.floats(-24, -6), SEEDS)
+def test_rows_known_to_an_interval_hold_every_rows_codes(how: ActQuant, log_width: float, seed: int) -> None:
+    g = generator(seed)
+    low = torch.randn(4, 150, generator=g)
+    high = low + torch.rand(4, 150, generator=g) * 2.0**log_width
+    codes, scale = quantize(Interval(low.double(), high.double()), how, None)
+    for part in (0.0, 0.5, 1.0):
+        got, got_scale = float32_codes((low + (high - low) * part).clamp(low, high), how, "divide")
+        assert holds(codes, got)
+        wide = Interval(*(end.repeat_interleave(128, 1)[:, :150] if end.shape[1] > 1 else end for end in (scale.low, scale.high)))
+        assert holds(wide, got_scale.double())
+
+
+def test_a_power_of_two_scale_never_widens_even_on_ties() -> None:
+    ties = torch.tensor([[127.0, 0.5, 1.5, 2.5, -3.5, 100.5]], dtype=torch.float64) * 0.25
+    for how in QUANTIZERS[:3]:
+        codes, scale = quantize(exactly(ties), how, None)
+        assert torch.equal(codes.low, codes.high)
+        assert scale.low.flatten().tolist() == scale.high.flatten().tolist() == [0.25]
+
+
+def test_a_tie_under_another_scale_takes_both_codes() -> None:
+    """Divided, 0.3 * 10.5 / 0.3 is the tie 10.5; through a reciprocal it may fall on either side."""
+    scale = torch.tensor([[0.3]]).double()
+    static = ActQuant(format=Format.INT8, layout=Layout.TENSOR, dynamic=False)
+    codes, _ = quantize(exactly(scale * torch.tensor([[10.5, 10.25]], dtype=torch.float64)), static, scale)
+    assert codes.low.tolist() == [[10.0, 10.0]]
+    assert codes.high.tolist() == [[11.0, 10.0]]
+
+
+@pytest.mark.parametrize("layout", [Layout.TENSOR, Layout.CHANNEL, Layout.BLOCK128])
+def test_online_weights_quantized_by_reciprocal_are_inside(layout: Layout) -> None:
+    how = WeightQuant(format=Format.E4M3FN, layout=layout, scale_floor=1e-6)
+    flips = 0
+    for seed in range(6):
+        w = torch.randn(256, 256, generator=generator(seed)).bfloat16()
+        quantized = quantize_weights(w.double(), how)
+        low, high = bounds.weight_code_hull(w.double(), quantized, how)
+        got = (w.float() * (1.0 / quantized.scale.float())).clamp(-448, 448).to(torch.float8_e4m3fn).double()
+        assert ((low <= got) & (got <= high)).all()
+        assert ((low <= quantized.codes) & (quantized.codes <= high)).all()
+        flips += int((low != high).sum())
+    assert flips < 6 * 256 * 256 * 1e-4
+
+
+@pytest.mark.parametrize("fmt", [Format.INT8, Format.E4M3FN])
+@pytest.mark.parametrize("scale_in_fp16", [False, True])
+def test_requantization_through_fp16_is_inside(fmt: Format, scale_in_fp16: bool) -> None:
+    g = generator(7)
+    codes = saturate(torch.randn(128, 128, generator=g).double() * 60, fmt)
+    small, large = (torch.tensor(v).double() for v in (0.0123, 0.0371))
+    before = Quantized(codes=codes, scale=small.reshape(1, 1), group_scale=small)
+    after, _ = requantize_to_max(before, Quantized(codes=codes, scale=large.reshape(1, 1), group_scale=large), fmt)
+    low, high = bounds.requantized_hull(before, after, fmt)
+    factor = small.half() if scale_in_fp16 else small.float()
+    dequantized = (codes.float() * factor.float()).half()
+    ratio = dequantized.float() / large.float()
+    got = ratio.round().double() if fmt is Format.INT8 else ratio.to(torch.float8_e4m3fn).double()
+    assert ((low <= got) & (got <= high)).all()
+    assert float((low != high).double().mean()) < 0.05
+
+
+def test_a_scale_that_underflows_in_fp16_is_outside() -> None:
+    """vLLM's dequantization through fp16 loses tensors whose scale is tiny; the hull does not excuse it."""
+    codes = torch.arange(-127.0, 128.0, dtype=torch.float64).reshape(1, -1)
+    small, large = (torch.tensor(v, dtype=torch.float64) for v in (2.0**-31, 2.0**-30))
+    before = Quantized(codes=codes, scale=small.reshape(1, 1), group_scale=small)
+    after, _ = requantize_to_max(before, Quantized(codes=codes, scale=large.reshape(1, 1), group_scale=large), Format.INT8)
+    low, _ = bounds.requantized_hull(before, after, Format.INT8)
+    got = ((codes.float() * small.float()).half().float() / large.float()).round().double()
+    assert (got > low).any() or (got == 0).all()
+    assert not torch.equal(got, after.codes)
+    assert ((got < low) | (got > bounds.requantized_hull(before, after, Format.INT8)[1])).any()
