@@ -12,6 +12,7 @@ from cases.case import Entry, InvalidCase, Level
 from harness.backends import Backend
 from harness.commands import bench, doctor, listing, run, show
 from harness.exits import Exit, Misuse
+from harness.ledger import LedgerError
 from harness.suite.options import OUT
 
 
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Misuse as error:
         sys.stderr.write(f"moediff: {error}\n")
         return error.exit
-    except InvalidCase as error:
+    except (InvalidCase, LedgerError) as error:
         sys.stderr.write(f"moediff: {error}\n")
         return Exit.MISUSE
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from cases.case import Entry, InvalidCase, Level, MoECase, entry_takes
 from cases.generate import pairs
+from harness.backends import Backend
 from harness.exits import Misuse
 
 
@@ -20,6 +21,11 @@ class Pair(NamedTuple):
     def id(self) -> str:
         """``case[entry]``: what pytest shows and ``-k`` matches."""
         return f"{self.case.id}[{self.entry}]"
+
+
+def repeat(pair: Pair, backend: Backend) -> str:
+    """The command that runs this pair alone."""
+    return f"moediff run {pair.case.id} --entry {pair.entry} --backend {backend}"
 
 
 def parse_level(text: str) -> Level:

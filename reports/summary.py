@@ -5,11 +5,9 @@ from __future__ import annotations
 import io
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from statistics import median
 
-from rich.console import Console, Group, RenderableType
-from rich.markup import escape
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -36,15 +34,17 @@ def confirmed(records: Iterable[Record]) -> dict[str, list[Record]]:
     return dict(sorted(found.items()))
 
 
-def render(records: Sequence[Record], *, where: Path, width: int = 120, color: bool = False) -> str:
-    """The whole summary as text."""
+def render(records: Sequence[Record], stale: Sequence[str] = (), *, where: str, width: int = 120, color: bool = False) -> str:
+    """The whole summary as text; ``stale`` are sentences about ledger entries that matched nothing."""
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=color, color_system="standard" if color else None, highlight=False)
-    console.print(Group(_outcomes(records), *_faults(records), *_news(records), _where(records, where)))
+    console.print(_outcomes(records))
+    for line in (*_faults(records), *_news(records, stale), *_where(records, where)):
+        console.print(line, soft_wrap=True)  # ids and paths stay in one piece
     return out.getvalue().rstrip()
 
 
-def _outcomes(records: Sequence[Record]) -> RenderableType:
+def _outcomes(records: Sequence[Record]) -> Table:
     table = Table(title=f"{len(records)} pairs (case, entry) on {', '.join(sorted({record.backend for record in records}))}")
     table.add_column("outcome")
     for heading in ("pairs", "as expected", "known upstream", "new"):
@@ -57,38 +57,37 @@ def _outcomes(records: Sequence[Record]) -> RenderableType:
     return table
 
 
-def _faults(records: Sequence[Record]) -> list[RenderableType]:
+def _faults(records: Sequence[Record]) -> list[Text]:
     found = confirmed(records)
     if not found:
         return []
-    lines: list[RenderableType] = [Text("Upstream faults confirmed (cases/known_issues.toml)", "bold")]
+    lines = [Text("Upstream faults confirmed (cases/known_issues.toml)", "bold")]
     for entry, those in found.items():
         signatures = ", ".join(sorted({record.verdict.signature for record in those if record.verdict.signature})[:3])
-        link = next((record.link for record in those if record.link), "no public report")
-        lines.append(Text(f"  {entry}: {len(those)} pairs · {signatures or those[0].verdict.outcome} · {link}"))
+        lines.append(Text(f"  {entry}: {len(those)} pairs · {signatures or those[0].verdict.outcome} · {those[0].link}"))
     return lines
 
 
-def _news(records: Sequence[Record]) -> list[RenderableType]:
+def _news(records: Sequence[Record], stale: Sequence[str]) -> list[Text]:
     news = [record for record in records if record.status is Status.NEW]
-    if not news:
+    if not news and not stale:
         return [Text("Nothing new: every pair ended as the ledger says", "green")]
-    lines: list[RenderableType] = [Text(f"New: {len(news)} pairs", "bold red")]
+    lines = [Text(f"New: {len(news)} pairs", "bold red")] if news else []
     lines += [Text(f"  {record.verdict.outcome} {record.pair}: {_first_line(record)}") for record in news[:_SHOWN]]
     if len(news) > _SHOWN:
         lines.append(Text(f"  and {len(news) - _SHOWN} more in the records"))
-    return lines
+    return [*lines, *(Text(sentence, "bold red") for sentence in stale)]
 
 
 def _first_line(record: Record) -> str:
     return (record.news or record.verdict.claim).strip().partition("\n")[0]
 
 
-def _where(records: Sequence[Record], where: Path) -> RenderableType:
+def _where(records: Sequence[Record], where: str) -> list[Text]:
     margins = [record.verdict.margin for record in records if record.verdict.outcome is Outcome.PASS and record.verdict.margin is not None]
     spent = [sum(record.seconds.values()) for record in records if record.seconds]
     peak = max((record.peak_rss_bytes for record in records), default=0)
     parts = [f"median margin of passing pairs {median(margins):.3f}"] if margins else []
     parts += [f"median pair {median(spent):.2f} s"] if spent else []
     parts += [f"peak worker memory {peak / 2**30:.2f} GiB"] if peak else []
-    return Text.from_markup(escape(" · ".join(parts) + f"\nRecords: {where}"))
+    return [Text(" · ".join(parts)), Text(f"Records: {where}")]

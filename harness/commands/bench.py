@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
@@ -110,7 +110,7 @@ def collect_once(level: Level) -> Collected:
     command = [sys.executable, "-c", _COLLECT, level]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=child_environ())
     told = done.stdout.strip().splitlines()[-1:]
-    found = json.loads(told[0]) if told and told[0].startswith("{") else {"code": done.returncode}
+    found: dict[str, Any] = json.loads(told[0]) if told and told[0].startswith("{") else {"code": done.returncode}
     if found["code"]:
         raise Misuse(f"collecting level '{level}' ended with exit code {found['code']}: {(done.stderr or done.stdout).strip()[-300:]}")
     return Collected(found["pairs"], found["seconds"], tuple(found["imported"]))

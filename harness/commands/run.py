@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from harness import ledger
 from harness.exits import Exit, Misuse
 from harness.pairs import parse_entry, parse_level, select
 from harness.preflight import check
@@ -16,16 +17,17 @@ SUITE = Path(__file__).parent.parent / "suite"
 
 
 def main(arguments: Namespace) -> int:
-    """Exit 0 when everything is as the ledger says, 1 when something new failed. Raises Misuse."""
+    """Exit 0 when everything is as the ledger says, 1 when something new failed. Raises Misuse or LedgerError."""
     backend = parse_backend(arguments.backend)
     entry = None if arguments.entry is None else parse_entry(arguments.entry)
     pairs = select(parse_level(arguments.level), arguments.cases, entry)
+    ledger.load(ledger.LEDGER)
     check(backend, arguments.subject)
     options = [f"--backend={backend}", f"--level={arguments.level}", f"--subject={arguments.subject}", f"--records={arguments.records}"]
     options += [f"--case={case}" for case in arguments.cases]
     options += [f"--entry={entry}"] if entry else []
     options += ["-k", arguments.expression] if arguments.expression else []
-    workers = ["-n", arguments.workers, f"--maxprocesses={len(pairs)}"]
+    workers = ["-n", arguments.workers, f"--maxprocesses={len(pairs)}"]  # at least one: a crash must not take this process
     code = pytest.main([str(SUITE), "-p", "harness.suite.plugin", "-p", "no:cacheprovider", *workers, *options])
     if code == pytest.ExitCode.NO_TESTS_COLLECTED:
         raise Misuse(f"no pair matches -k '{arguments.expression}'; `moediff list --level {arguments.level}` prints the ids")

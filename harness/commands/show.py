@@ -5,43 +5,54 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import fields
 from enum import Enum
+from typing import TYPE_CHECKING
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
 from cases.case import Data, Entry, MoECase, entry_takes
+from harness import ledger
 from harness.backends import Backend, declared_refusal, experts_expected
-from harness.commands.output import draw
+from harness.commands.output import draw, say
+from harness.environment import version
 from harness.exits import Exit
-from harness.pairs import parse_case
+from harness.pairs import Pair, parse_case, repeat
 from harness.suite.options import parse_backend
 from references.vocabulary import ActQuant, Recipe
+
+if TYPE_CHECKING:
+    from cases.checkpoint import Checkpoint
 
 
 def main(arguments: Namespace) -> int:
     """Raises Misuse."""
+    from cases.checkpoint import make_checkpoint  # imports torch, which `moediff list` does without
+
     case, backend = parse_case(arguments.case), parse_backend(arguments.backend)
-    draw(_fields(case), _checkpoint(case))
+    say(case.id)
+    draw(_fields(case))
+    checkpoint = make_checkpoint(case)
+    draw(_tensors(case, checkpoint))
+    say(f"quantization_config: {checkpoint.quantization_config}\n")
     for entry in Entry:
         if entry_takes(case, entry):
             draw(_expectation(case, entry, backend))
+            say(f"again: {repeat(Pair(case, entry), backend)}\n")
     return Exit.AS_THE_LEDGER_SAYS
 
 
 def _fields(case: MoECase) -> Table:
-    table = _table(case.id, "field", "value")
+    table = _table("case", "field", "value")
     for each in fields(case):
         table.add_row(each.name, _word(getattr(case, each.name)))
     return table
 
 
-def _checkpoint(case: MoECase) -> Table:
-    from cases.checkpoint import make_checkpoint
-
-    checkpoint = make_checkpoint(case)
-    table = _table("checkpoint", "tensor", "shape", "dtype")
+def _tensors(case: MoECase, checkpoint: Checkpoint) -> Table:
+    table = _table(f"checkpoint: {len(checkpoint.tensors)} tensors, expert 0 of {case.experts} alike", "tensor", "shape", "dtype")
     for name, tensor in checkpoint.tensors.items():
-        if name.startswith(("0.", "w")):  # the other experts are like the first
+        if name.startswith("0."):
             table.add_row(name, str(list(tensor.shape)), str(tensor.dtype).removeprefix("torch."))
     table.caption = (
         f"{len(checkpoint.tensors)} tensors, {case.experts} experts alike; quantization_config: {checkpoint.quantization_config}"
@@ -61,9 +72,11 @@ def _expectation(case: MoECase, entry: Entry, backend: Backend) -> Table:
     )
     table.add_row("outcome", f"refused by vLLM: {refusal.reason}" if refusal else claim)
     table.add_row("class that runs", " or ".join(sorted(experts_expected(case, entry, backend))))
+    issue = next((i for i in ledger.load(ledger.LEDGER).issues if i.covers(case.id, entry, backend, version("vllm") or "")), None)
+    if issue is not None:
+        table.add_row("known issue", f"{issue.id}: {issue.outcome} {issue.signature} ({issue.link})")
     for name, value in _roundings(recipe(case, entry, backend)):
         table.add_row(name, value)
-    table.add_row("again", f"moediff run {case.id} --entry {entry} --backend {backend}")
     return table
 
 
@@ -80,7 +93,7 @@ def _word(value: object) -> str:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=Text(title), title_justify="left", caption_justify="left")
+    table = Table(title=Text(title), title_justify="left", box=SIMPLE_HEAD)
     for column in columns:
         table.add_column(column, overflow="fold")
     return table

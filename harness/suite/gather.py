@@ -6,6 +6,11 @@ import os
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from cases.case import Level
+from cases.generate import pairs
+from harness import ledger
+from harness.environment import version
+from harness.suite.subjects import VLLM
 from reports.records import Record, merge
 
 if TYPE_CHECKING:
@@ -18,6 +23,19 @@ def new_directory(options: Options) -> Path:
     """A name of this run's own under ``--records``; nothing is created until a worker writes."""
     what = "cases" if options.cases else options.level.value
     return options.records / f"{datetime.now():%Y%m%d-%H%M%S}-{options.backend}-{what}-{os.getpid()}"
+
+
+def stale(options: Options) -> list[str]:
+    """Ledger entries for this backend and vLLM that match no pair of the level they name, each as a sentence."""
+    if options.subject != VLLM:
+        return []
+    known, here = ledger.load(ledger.LEDGER), version("vllm") or ""
+    return [
+        f"ledger entry '{issue.id}' matches no pair of level {level}: mend its patterns, or remove it"
+        for level in Level
+        for issue in known.unmatched([(case.id, entry) for case, entry in pairs(level)], options.backend, here)
+        if issue.level is level
+    ]
 
 
 def gather(directory: Path) -> list[Record]:

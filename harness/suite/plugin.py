@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from harness import ledger
 from harness.backends import SPECS
 from harness.exits import Exit, Misuse
 from harness.gpus import cores, visible_gpus, worker_count, worker_environment
+from harness.ledger import LedgerError
 from harness.subject import SubjectUnavailable
 from harness.suite import gather
 from harness.suite.options import Options, add_to
@@ -36,6 +38,7 @@ OPTIONS = pytest.StashKey[Options]()
 DIRECTORY = pytest.StashKey[Path]()
 STOPPED = pytest.StashKey[Stopped]()
 GATHERED = pytest.StashKey[list[Record]]()
+STALE = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,8 +52,11 @@ def pytest_configure(config: pytest.Config) -> None:
         options = Options.of(config)
         if options.cases or options.entry:
             options.pairs()
+        ledger.load(ledger.LEDGER)
     except Misuse as error:
         pytest.exit(str(error), returncode=error.exit)
+    except LedgerError as error:
+        pytest.exit(str(error), returncode=Exit.MISUSE)
     config.stash[OPTIONS] = options
     given = getattr(config, "workerinput", {}).get("moediff_directory")
     config.stash[DIRECTORY] = Path(given) if given else gather.new_directory(options)
@@ -132,9 +138,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workerinput") or not directory.is_dir():
         return
     session.config.stash[GATHERED] = gathered = gather.gather(directory)
+    session.config.stash[STALE] = stale = gather.stale(session.config.stash[OPTIONS])
     if stopped := session.config.stash.get(STOPPED, None):
         session.exitstatus = stopped.exit
-    elif session.exitstatus == Exit.AS_THE_LEDGER_SAYS and any(record.status is Status.NEW for record in gathered):
+    elif session.exitstatus == Exit.AS_THE_LEDGER_SAYS and (stale or any(record.status is Status.NEW for record in gathered)):
         session.exitstatus = Exit.NEWS
 
 
@@ -146,5 +153,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if records := config.stash.get(GATHERED, None):
         from reports import summary  # only now: collecting must stay quick
 
-        width = min(shutil.get_terminal_size().columns, 160)
-        terminalreporter.write_line(summary.render(records, where=config.stash[DIRECTORY], width=width, color=terminalreporter.hasmarkup))
+        where, stale = os.path.relpath(config.stash[DIRECTORY]), config.stash[STALE]
+        width = max(100, min(shutil.get_terminal_size().columns, 160))
+        terminalreporter.write_line(summary.render(records, stale, where=where, width=width, color=terminalreporter.hasmarkup))

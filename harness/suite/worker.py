@@ -7,9 +7,11 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from harness.environment import environment
+from harness import ledger
+from harness.environment import environment, version
+from harness.ledger import Ledger
+from harness.pairs import repeat
 from harness.suite import subjects
-from harness.verdict import Outcome
 from reports.records import Record, Recorder, Start, Status, broke
 
 if TYPE_CHECKING:
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from cases.batch import Batch
     from cases.case import Entry, MoECase
     from cases.checkpoint import Checkpoint
+    from harness.backends import Backend
+    from harness.ledger import Judged
     from harness.pairs import Pair
     from harness.subject import Loaded, Ran, Subject
     from harness.suite.options import Options
@@ -53,6 +57,7 @@ class Worker:
     def __init__(self, options: Options, directory: Path, name: str) -> None:
         """``directory`` is this run's; ``name`` the worker's id."""
         self._options, self._name = options, name
+        self._ledger = ledger.load(ledger.LEDGER) if options.subject == subjects.VLLM else Ledger(issues=())
         self._recorder = Recorder(directory, name)
 
     def open(self) -> None:
@@ -82,14 +87,14 @@ class Worker:
         except Exception as error:
             self._recorder.finished(broke(start, self._recorder.last_stage, f"{type(error).__name__}: {error}"))
             raise
-        status, news, ledger, link = self._standing(pair, result.verdict)
+        judged = self._ledger.judge(result.verdict, pair.case.id, pair.entry, options.backend, version("vllm") or "")
         record = Record.of(
             start,
             verdict=result.verdict,
-            status=status,
-            news=news,
-            ledger=ledger,
-            link=link,
+            status=Status(judged.standing) if judged.as_expected else Status.NEW,
+            news="" if judged.as_expected else news(pair, options.backend, result.verdict, judged),
+            ledger=judged.issue.id if judged.issue else "",
+            link=judged.issue.link if judged.issue else "",
             ran=result.extras,
             seconds=result.timings,
             peak_rss_bytes=peak_rss_bytes(),
@@ -97,14 +102,15 @@ class Worker:
         self._recorder.finished(record)
         return record
 
-    def _standing(self, pair: Pair, verdict: Verdict) -> tuple[Status, str, str, str]:
-        if verdict.outcome in (Outcome.PASS, Outcome.UNSUPPORTED):
-            return Status.CLEAN, "", "", ""
-        return Status.NEW, f"{verdict.outcome}: {verdict.claim}\n{verdict.detail}", "", ""
-
     def close(self) -> None:
         """After the last pair."""
         self._recorder.close()
+
+
+def news(pair: Pair, backend: Backend, verdict: Verdict, judged: Judged) -> str:
+    """What a reader who has never seen the harness needs: what is new, what was seen, how to see it again."""
+    lines = [judged.sentence, verdict.claim, verdict.pattern, verdict.detail, f"again: {repeat(pair, backend)}"]
+    return "\n".join(line for line in lines if line)
 
 
 def peak_rss_bytes() -> int:

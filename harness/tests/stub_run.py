@@ -1,7 +1,8 @@
 """A pytest plugin (``-p harness.tests.stub_run``) that puts a stub where subject and pipeline stand: the run without the truth.
 
 Pairs pass in no time and without torch, except those whose position in the level the environment names:
-STUB_FAIL (MISMATCH), STUB_KILL (SIGKILL while "running"), STUB_RAISE (an exception of the pipeline); STUB_UNAVAILABLE=1, STUB_TELL=1.
+STUB_FAIL (MISMATCH), STUB_KILL (SIGKILL while "running"), STUB_RAISE (an exception of the pipeline);
+STUB_UNAVAILABLE=1, STUB_TELL=1, STUB_LEDGER=<file>.
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ import os
 import signal
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
+
 from cases.case import Entry, Level, MoECase
 from cases.generate import pairs
+from harness import ledger
 from harness.backends import Backend
 from harness.subject import SubjectUnavailable
 from harness.suite import subjects
@@ -64,8 +69,11 @@ def pytest_unconfigure() -> None:
         sys.stderr.write(f"controller imported: {', '.join(heavy) or 'nothing heavy'}\n")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure() -> None:
     pipeline = ModuleType("harness.pipeline")
     pipeline.run_pair = run_pair  # type: ignore[attr-defined]
     sys.modules["harness.pipeline"] = pipeline
-    subjects.open_subject = open_stub  # type: ignore[assignment]
+    subjects.open_subject = open_stub
+    if file := os.environ.get("STUB_LEDGER"):
+        ledger.LEDGER = Path(file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ class Ended(NamedTuple):
 
 def pytest_run(tmp_path: Path, *arguments: str, **environ: str) -> Ended:
     command = [sys.executable, "-m", "pytest", "-p", "harness.tests.stub_run", "-p", "no:cacheprovider", f"--records={tmp_path}"]
+    command += [] if "STUB_LEDGER" in environ else ["--subject=fake"]  # which no ledger speaks of
     outside = {name: value for name, value in child_environ().items() if not name.startswith("PYTEST_")}  # xdist's, around this test
     done = subprocess.run(
         [*command, "harness/suite", *arguments],
@@ -80,6 +82,62 @@ def test_an_exception_of_the_harness_is_recorded_and_the_next_pairs_go_on(tmp_pa
     assert ended.code == 1
     assert ended.records[SMOKE[1]].verdict.signature == "HARNESS_RAISED@compare"
     assert len(ended.records) > 2
+
+
+ISSUE = """
+[[issue]]
+id = "stubborn"
+cases = "{cases}"
+entry = "layer"
+backends = ["interpreter"]
+vllm = ">=0.1"
+outcome = "{outcome}"
+signature = "STUB*"
+link = "https://example.invalid/1"
+since = "2026-11-30"
+note = "The stub was told to fail."
+"""
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Callable[..., str]:
+    def write(text: str = ISSUE, cases: str = SMOKE[0].partition("[")[0], outcome: str = "MISMATCH") -> str:
+        (tmp_path / "issues.toml").write_text(text.format(cases=cases, outcome=outcome))
+        return str(tmp_path / "issues.toml")
+
+    return write
+
+
+def test_a_failure_the_ledger_knows_is_confirmed_and_ends_with_0(tmp_path: Path, ledger: Callable[..., str]) -> None:
+    ended = pytest_run(tmp_path, "-n0", *some(2), STUB_FAIL="0", STUB_LEDGER=ledger())
+    assert ended.code == 0, ended.text
+    assert (ended.records[SMOKE[0]].status, ended.records[SMOKE[0]].ledger) == (Status.KNOWN, "stubborn")
+    assert "stubborn: 1 pairs · STUB · https://example.invalid/1" in ended.text
+
+
+def test_a_fault_that_stopped_failing_ends_with_1(tmp_path: Path, ledger: Callable[..., str]) -> None:
+    ended = pytest_run(tmp_path, "-n0", *some(2), STUB_LEDGER=ledger())
+    assert ended.code == 1
+    assert "ledger entry 'stubborn' expects MISMATCH, but it ended PASS" in ended.text
+
+
+def test_a_fault_that_fails_differently_ends_with_1(tmp_path: Path, ledger: Callable[..., str]) -> None:
+    ended = pytest_run(tmp_path, "-n0", *some(2), STUB_FAIL="0", STUB_LEDGER=ledger(outcome="RUN_ERROR"))
+    assert ended.code == 1
+    assert "expects RUN_ERROR STUB*, but it ended MISMATCH STUB" in ended.text
+
+
+def test_an_entry_that_matches_no_pair_ends_with_1(tmp_path: Path, ledger: Callable[..., str]) -> None:
+    ended = pytest_run(tmp_path, "-n0", *some(2), STUB_LEDGER=ledger(cases="int7-*"))
+    assert ended.code == 1
+    assert "ledger entry 'stubborn' matches no pair of level smoke" in ended.text
+
+
+def test_a_malformed_ledger_is_one_sentence_with_file_and_line_and_2(tmp_path: Path, ledger: Callable[..., str]) -> None:
+    ended = pytest_run(tmp_path, "-n2", STUB_LEDGER=ledger(ISSUE + "colour = 'red'\n"))
+    assert ended.code == 2
+    assert f"{tmp_path / 'issues.toml'}:2: unknown key 'colour'" in ended.text + ended.errors
+    assert "Traceback" not in ended.text + ended.errors
 
 
 @pytest.mark.parametrize("workers", ["-n0", "-n2"])

@@ -25,7 +25,7 @@ RECORDS = [
 
 
 def test_the_summary_counts_confirms_and_names_what_is_new() -> None:
-    text = summary.render(RECORDS, where=Path("some/where"), width=200)
+    text = summary.render(RECORDS, where="some/where", width=200)
     lines = text.splitlines()
     assert any("MISMATCH" in line and [n for n in line.replace("│", " ").split() if n.isdigit()] == ["3", "0", "2", "1"] for line in lines)
     assert f"int8-static-channel: 2 pairs · W_SCALE_FLAT_INDEX@1,2 · {LINK}" in text
@@ -38,7 +38,13 @@ def test_the_summary_counts_confirms_and_names_what_is_new() -> None:
 
 
 def test_the_summary_of_a_clean_run_says_so() -> None:
-    assert "Nothing new" in summary.render(RECORDS[:3], where=Path("."))
+    assert "Nothing new" in summary.render(RECORDS[:3], where=".")
+
+
+def test_a_ledger_entry_that_matched_nothing_is_no_clean_run() -> None:
+    text = summary.render(RECORDS[:3], ["ledger entry 'x' matches no pair"], where=".")
+    assert "ledger entry 'x' matches no pair" in text
+    assert "Nothing new" not in text
 
 
 def test_the_page_shows_every_pair_and_escapes_what_it_is_given() -> None:
@@ -51,7 +57,7 @@ def test_the_page_shows_every_pair_and_escapes_what_it_is_given() -> None:
 
 
 def test_a_link_that_is_no_address_is_not_made_one() -> None:
-    assert "javascript:" not in html.render([record("b", Outcome.MISMATCH, Status.KNOWN, ledger="x", link="javascript:alert(1)")])
+    assert "href=" not in html.render([record("b", Outcome.MISMATCH, Status.KNOWN, ledger="x", link="javascript:alert(1)")])
 
 
 def test_the_page_of_nothing_can_be_written(tmp_path: Path) -> None:

@@ -1,0 +1,142 @@
+"""``moediff`` as typed: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cases.case import Level
+from harness import ledger, preflight
+from harness.backends import Backend
+from harness.cli import main
+from harness.commands.bench import collect_once
+from harness.environment import child_environ
+from harness.exits import Exit, Misuse, Unavailable
+from harness.pairs import select
+
+FIRST = select(Level.SMOKE)[0]
+
+
+def test_list_prints_the_pairs_of_a_level_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    assert capsys.readouterr().out.splitlines() == [pair.id for pair in select(Level.SMOKE)]
+
+
+def test_list_keeps_ids_with_every_word_and_counts_them(capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = [pair for pair in select(Level.SMOKE) if "silu" in pair.id and "[layer]" in pair.id]
+    assert main(["list", "silu", "[layer]", "--count"]) == 0
+    assert capsys.readouterr().out == f"{len(wanted)} pairs of {len({pair.case for pair in wanted})} cases\n"
+
+
+def test_show_says_fields_tensors_recipe_and_how_to_run_it(capsys: pytest.CaptureFixture[str]) -> None:
+    case = "int8-channel-static-quark-silu-fp16-e4k2m8h128i64-balanced"
+    assert main(["show", case, "--backend", "interpreter"]) == 0
+    out = capsys.readouterr().out
+    assert "0.gate_proj.weight_scale" in out
+    assert "quant_method" in out
+    assert f"moediff run {case} --entry layer --backend interpreter\n" in out
+
+
+def test_doctor_says_what_is_installed_and_why_a_backend_cannot_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.commands.doctor.why_not", lambda backend: Unavailable(f"no {backend} in this test"))
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "torch" in out
+    assert all(f"no {backend} in this test" in out for backend in Backend)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["run", "--backend", "marlin"], "unknown backend 'marlin'; the backends are interpreter, triton"),
+        (["run", "--level", "all"], "unknown level 'all'; the levels are smoke, nightly, deep"),
+        (["list", "--level", "all"], "unknown level 'all'"),
+        (["list", "--entry", "back"], "unknown entry 'back'; the entries are layer, fused_experts"),
+        (["run", "int8"], "'int8' is not a case: id 'int8' has 1 of at least 8 parts"),
+        (["show", FIRST.case.id.replace("-e", "-x", 1)], "is not a case"),
+        (["show", "int8-block128-dyngroup128-ct-silu-fp16-e4k9m8h128i64-balanced"], "is not a case"),  # k > E
+        (["show"], "the following arguments are required: CASE; see `moediff show --help`"),
+        (["frob"], "invalid choice: 'frob'"),
+        (["bench", "everything"], "invalid choice: 'everything'"),
+        ([], "required: COMMAND"),
+    ],
+)
+def test_misuse_is_one_sentence_on_stderr_and_2(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == Exit.MISUSE
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("moediff: ")
+    assert printed.err.count("\n") == 1
+    assert sentence in printed.err
+
+
+def test_a_malformed_ledger_is_named_by_file_and_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "issues.toml"
+    broken.write_text("\n[[issue]]\nid = 3\n")
+    monkeypatch.setattr(ledger, "LEDGER", broken)
+    assert main(["run", "--backend", "interpreter"]) == Exit.MISUSE
+    assert capsys.readouterr().err.startswith(f"moediff: {broken}:2: ")
+
+
+def test_without_vllm_run_says_how_to_get_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["run", "--backend", "interpreter"]) == Exit.MISUSE
+    assert capsys.readouterr().err == "moediff: vLLM is not installed in this environment: `tox run -e interpreter` makes one that has it\n"
+
+
+def test_without_a_gpu_a_gpu_backend_is_unavailable_and_not_misuse(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(["run", "--backend", "triton"]) == Exit.UNAVAILABLE
+    assert "use --backend interpreter" in capsys.readouterr().err
+
+
+def test_without_a_compiler_the_interpreter_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "vllm" else None)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    reason = preflight.why_not(Backend.INTERPRETER)
+    assert isinstance(reason, Unavailable)
+    assert "ziglang" in str(reason)
+
+
+def test_a_fake_subject_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "why_not", lambda backend: Misuse("no"))
+    preflight.check(Backend.INTERPRETER, "fake:SOMETHING")
+    with pytest.raises(Misuse, match="no"):
+        preflight.check(Backend.INTERPRETER, "vllm")
+
+
+def stubbed(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    outside = {name: value for name, value in child_environ().items() if not name.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "harness.cli", "run", "--subject=fake", f"--records={tmp_path / 'out'}", *arguments]
+    environ = {**outside, "PYTEST_PLUGINS": "harness.tests.stub_run"}
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environ, timeout=300)
+
+
+def test_run_one_case_from_anywhere(tmp_path: Path) -> None:
+    done = stubbed(tmp_path, FIRST.case.id, "--entry", FIRST.entry, "--backend", "interpreter")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
+    assert len(list(tmp_path.glob("out/*/records.jsonl"))) == 1
+
+
+def test_run_with_an_expression_that_matches_nothing_is_misuse(tmp_path: Path) -> None:
+    done = stubbed(tmp_path, "-k", "nothing_like_this", "--backend", "interpreter")
+    assert done.returncode == Exit.MISUSE
+    assert done.stderr == "moediff: no pair matches -k 'nothing_like_this'; `moediff list --level smoke` prints the ids\n"
+
+
+def test_collecting_nightly_imports_neither_torch_nor_vllm() -> None:
+    collected = collect_once(Level.NIGHTLY)
+    assert collected.pairs == len(select(Level.NIGHTLY))
+    assert not {"torch", "vllm", "triton"} & set(collected.imported)
