@@ -8,7 +8,8 @@ it is broken:
 - A gated per-tensor w13 has two scales where the kernel takes one. As vLLM's loaders do (fp8_utils.py
   ``process_fp8_weight_tensor_strategy_moe``), both halves are dequantized to float16 and requantized to the larger scale.
 - Static input scales: the maximum over experts, one per GEMM.
-- Routing: softmax in float32, the k largest in descending order, renormalized on request.
+- Routing: softmax in float64, the k largest in descending order, renormalized on request, rounded once to float32: here the
+  router weights are given, so they are what the reference is given too.
 """
 
 from __future__ import annotations
@@ -105,12 +106,12 @@ def run(loaded: Loaded, batch: Batch) -> Ran:
 
 
 def route(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(topk_weights [M, k] float32, topk_ids [M, k] int32) from router_logits [M, E], all in float32."""
-    probability = torch.softmax(router_logits.float(), dim=-1)
+    """(topk_weights [M, k] float32, topk_ids [M, k] int32) from router_logits [M, E], in float64 and rounded once."""
+    probability = torch.softmax(router_logits.double(), dim=-1)
     weights, ids = torch.topk(probability, top_k, dim=-1)
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
-    return weights.contiguous(), ids.to(torch.int32)
+    return weights.float().contiguous(), ids.to(torch.int32)
 
 
 def stack(case: MoECase, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
