@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import warnings
@@ -12,6 +13,16 @@ import torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+TALKATIVE = ("vllm", "torch._opaque_base", "torch._library.opaque_object", "torch.utils.cpp_extension", "torch.distributed")
+
+
+def quiet() -> None:
+    """Loggers that talk while vLLM is imported and layers are built speak only from ERROR up, unless VLLM_LOGGING_LEVEL says less."""
+    if os.environ.get("VLLM_LOGGING_LEVEL", "ERROR") == "ERROR":
+        for name in TALKATIVE:
+            logging.getLogger(name).setLevel(logging.ERROR)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ import importlib.metadata
 import importlib.util
 import inspect
 import json
-import logging
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -130,12 +129,6 @@ def call(function: Callable[..., Any], required: dict[str, Any], optional: dict[
     """Call with ``required``, and with what ``function`` takes of ``optional``."""
     names = parameters(function)
     return function(**required, **{name: value for name, value in optional.items() if name in names})
-
-
-def quiet() -> None:
-    """Loggers of vllm and torch that talk while a layer is built speak only from ERROR up."""
-    for name in ("vllm", "torch._opaque_base", "torch._library.opaque_object", "torch.utils.cpp_extension"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 @functools.cache

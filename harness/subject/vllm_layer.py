@@ -48,13 +48,15 @@ class VllmSubject:
     """
 
     def __init__(self, backend: str = "triton", *, device: str = "cpu", interpreter: bool = True) -> None:
+        from harness.subject.hygiene import quiet
+
+        quiet()
         if interpreter:
             from harness.subject.interpreter import activate
 
             activate.activate()
         from harness.subject import vllm_compat
 
-        vllm_compat.quiet()
         surface = vllm_compat.probe_surface()
         self.backend = backend
         self.device = device
