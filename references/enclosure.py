@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from references.bounds import (
@@ -22,6 +24,12 @@ from references.loading import LoadedExpert, Matrix
 from references.moe import Routing, static_rows
 from references.scales import GROUP
 from references.vocabulary import Accumulator, Activation, ActQuant, Format, Recipe, RouterWeight
+
+Trace = Callable[[str, Interval], None]  # told what each step made, by name, before the rounding that stores it
+
+
+def _untraced(step: str, x: Interval) -> None:
+    """Nobody is interested."""
 
 
 def _store_through(x: Interval, formats: tuple[Format, ...]) -> Interval:
@@ -61,9 +69,14 @@ def _expert_gemms(
     routing: Routing,
     weights: Interval | None,
     recipe: Recipe,
+    trace: Trace,
+    name: str,
 ) -> Interval:
     """All experts' GEMM over the flattened (token, slot) rows [M*k, K] -> stored result [M*k, N]."""
     codes, scale = (rows, None) if how is None else quantize(rows, how, static_scale)
+    trace(f"codes entering {name}", codes)
+    if scale is not None:
+        trace(f"activation scales of {name}", scale)
     prepared = operand(codes, recipe.output if how is None else how.format)
     owner = routing.topk_ids.flatten()
     low = rows.low.new_empty(rows.low.shape[0], matrices[0].codes.shape[0])
@@ -72,33 +85,48 @@ def _expert_gemms(
         mine = (owner == e).nonzero().flatten()
         if not mine.numel():
             continue
+        trace(f"codes of expert {e}'s weights in {name}", Interval(matrix.low, matrix.high))
         x = gemm(prepared[mine], None if scale is None else scale[mine], matrix, recipe.accumulator)
+        trace(f"sums of {name} in expert {e}", x)
         if matrix.bias is not None:
             x = store(Interval(x.low + matrix.bias, x.high + matrix.bias), Format.FP32)
         if weights is not None:
             x = store(times(x, weights[mine]), Format.FP32)
         low[mine], high[mine] = x.low, x.high
+    trace(f"results of {name}, with bias and router weight", Interval(low, high))
     return _store_through(Interval(low, high), recipe.compute)
 
 
-def _activated(h13: Interval, activation: Activation, recipe: Recipe) -> Interval:
+def _activated(h13: Interval, activation: Activation, recipe: Recipe, trace: Trace) -> Interval:
     if not activation.gated:
-        return store(activation_interval(activation, h13), recipe.activation_store)
+        act = activation_interval(activation, h13)
+        trace("the activation", act)
+        return store(act, recipe.activation_store)
     half = h13.low.shape[1] // 2
     gate, up = (h13[:, :half], h13[:, half:])
-    act = store(activation_interval(activation, gate), recipe.gate_store or Format.FP32)
-    return store(store(times(act, up), Format.FP32), recipe.activation_store)
+    act = activation_interval(activation, gate)
+    trace("the activation", act)
+    act = store(act, recipe.gate_store or Format.FP32)
+    product = store(times(act, up), Format.FP32)
+    trace("gate times up", product)
+    return store(product, recipe.activation_store)
 
 
 def enclose(
-    loaded: tuple[LoadedExpert, ...], hidden_states: torch.Tensor, routing: Routing, activation: Activation, recipe: Recipe
+    loaded: tuple[LoadedExpert, ...],
+    hidden_states: torch.Tensor,
+    routing: Routing,
+    activation: Activation,
+    recipe: Recipe,
+    trace: Trace = _untraced,
 ) -> Interval:
     """The layer's output on intervals, [M, H], before its last rounding to ``recipe.output``.
 
-    hidden_states [M, H] in the hidden dtype, known exactly.
+    hidden_states [M, H] in the hidden dtype, known exactly. trace: told each step's intervals, in order.
     """
     tokens, top_k = routing.topk_ids.shape
-    weights = router_weights(routing.topk_weights, len(loaded), recipe.router_weight_exact)
+    weights = router_weights(routing.topk_weights, len(loaded), recipe.router_weight_exact or routing.exact)
+    trace("router weights", weights)
     flat = Interval(weights.low.reshape(-1, 1), weights.high.reshape(-1, 1))
     x = exactly(hidden_states.to(torch.float64))
     if recipe.router_weight is RouterWeight.INPUT:
@@ -112,14 +140,20 @@ def enclose(
         routing,
         flat if recipe.router_weight is RouterWeight.GEMM1 else None,
         recipe,
+        trace,
+        "GEMM 1",
     )
     out = _expert_gemms(
-        _activated(h13, activation, recipe),
+        _activated(h13, activation, recipe, trace),
         recipe.a2,
         static_rows([e.a2_scale for e in loaded], routing.topk_ids),
         [e.w2 for e in loaded],
         routing,
         flat if recipe.router_weight is RouterWeight.GEMM2 else None,
         recipe,
+        trace,
+        "GEMM 2",
     )
-    return sum_over_slots(Interval(out.low.reshape(tokens, top_k, -1), out.high.reshape(tokens, top_k, -1)))
+    total = sum_over_slots(Interval(out.low.reshape(tokens, top_k, -1), out.high.reshape(tokens, top_k, -1)))
+    trace("the sum over k", total)
+    return total

@@ -39,10 +39,14 @@ class Expert:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """topk_ids [M, k] int64, topk_weights [M, k] float64, in descending order of weight."""
+    """topk_ids [M, k] int64, topk_weights [M, k] float64, in descending order of weight.
+
+    exact: the weights are what any fp32 evaluation gives (given as tensors, or equal to 1/k for a power of two k).
+    """
 
     topk_ids: torch.Tensor
     topk_weights: torch.Tensor
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from references.moe import Routing
@@ -21,4 +23,17 @@ def route(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> Routing
     weights, ids = weights[:, :top_k], ids[:, :top_k]
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
-    return Routing(topk_ids=ids.contiguous(), topk_weights=weights.contiguous())
+    return Routing(topk_ids=ids.contiguous(), topk_weights=weights.contiguous(), exact=_one_over_k(router_logits, ids))
+
+
+def _one_over_k(router_logits: torch.Tensor, ids: torch.Tensor) -> bool:
+    """Whether every fp32 softmax gives each chosen expert exactly 1/k, k a power of two.
+
+    So it is where the chosen logits are equal, exp(0) = 1, and each of the others' exponentials is below 2**-149, fp32's smallest number,
+    by a factor e: the sum is k, and 1/k, k times 1/k and 1 have no rounding.
+    """
+    top_k = ids.shape[1]
+    chosen = torch.gather(router_logits.to(torch.float64), 1, ids)
+    others = router_logits.to(torch.float64).scatter(1, ids, -torch.inf)
+    underflow = -(149 * math.log(2.0) + 1.0)
+    return top_k & (top_k - 1) == 0 and bool((chosen == chosen[:, :1]).all()) and bool((others - chosen[:, :1] < underflow).all())
