@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from cases.axes import Routing
+from cases.axes import Data, Routing
 from cases.bits import bell, grid, permutation
 from cases.case import MoECase
 from cases.dense import TORCH_DTYPE
+from cases.lattice import lattice_hidden_states, lattice_logits, lattice_weights
 from cases.roles import empty_expert, tensor_scaled, zero_expert
-from cases.rules import check_data
 
 _TOKENS_FOR_A_ZERO_ROW = 17
 _EDGE_FLOOR = 0.5  # first and last column of every row, in units of the row's rms
@@ -19,19 +19,31 @@ _EDGE_FLOOR = 0.5  # first and last column of every row, in units of the row's r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """hidden_states [M, H] hidden dtype; router_logits [M, E] fp32, no ties within 2**-10 at the top-k edge."""
+    """hidden_states [M, H] hidden dtype; router_logits [M, E] fp32, no ties within 2**-10 at the top-k edge.
+
+    topk_weights [M, k] fp32, topk_ids [M, k] int64: what an entry that takes routing as tensors is given; None: of the logits.
+    """
 
     hidden_states: torch.Tensor
     router_logits: torch.Tensor
+    topk_weights: torch.Tensor | None = None
+    topk_ids: torch.Tensor | None = None
 
 
 def make_batch(case: MoECase) -> Batch:
     """The case's batch, bit-identical on every machine.
 
     Raises:
-        InvalidCase: the data grid cannot be generated yet.
+        InvalidCase: for sizes the lattice is not laid out for.
     """
-    check_data(case)
+    if case.data is Data.LATTICE:
+        chosen = chosen_experts(case)
+        return Batch(
+            hidden_states=lattice_hidden_states(case, _key(case), zero_row(case)),
+            router_logits=lattice_logits(case, chosen),
+            topk_weights=lattice_weights(case, _key(case)),
+            topk_ids=chosen,
+        )
     return Batch(hidden_states=_hidden_states(case), router_logits=_router_logits(case))
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from cases.axes import Data
 from cases.configs import quantization_config
 from cases.dense import dense_experts
-from cases.rules import check_data
+from cases.lattice import lattice_experts
 from references.vocabulary import CheckpointFormat, Layout
 
 if TYPE_CHECKING:
@@ -34,10 +35,9 @@ def make_checkpoint(case: MoECase) -> Checkpoint:
     """The case's layer, bit-identical on every machine.
 
     Raises:
-        InvalidCase: the data grid cannot be generated yet.
+        InvalidCase: for sizes the lattice is not laid out for.
     """
-    check_data(case)
-    return write(case, dense_experts(case))
+    return write(case, lattice_experts(case) if case.data is Data.LATTICE else dense_experts(case))
 
 
 def write(case: MoECase, experts: tuple[Expert, ...]) -> Checkpoint:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from cases.axes import ActScale, Data, Entry, InvalidCase, Origin, Routing
+from cases.axes import ActScale, Entry, InvalidCase, Origin, Routing
 from references.vocabulary import CheckpointFormat, Format, Layout
 
 if TYPE_CHECKING:
@@ -120,9 +120,3 @@ def _block(case: MoECase) -> Iterator[str]:
             yield f"block 128x128 needs {name} % 128 == 0 in a pre-quantized checkpoint, got {size}"
     if case.weight is Format.INT8 and case.checkpoint is not CheckpointFormat.RAW:
         yield f"int8 block128 exists through the direct entry (raw) only, got {case.checkpoint}"
-
-
-def check_data(case: MoECase) -> None:
-    """Raises InvalidCase when the case's data grid cannot be made yet."""
-    if case.data is not Data.DENSE:
-        raise InvalidCase(f"data {case.data} cannot be generated yet; use dense")
