@@ -1,17 +1,46 @@
-"""Backends: the single source of what each lane forces, what must have run, and what vLLM refuses by design.
+"""Backends: the single source of the lanes. What each forces, what must have run, what it claims and what vLLM refuses by design.
 
-Hardware never changes what is collected: a lane that cannot run here ends UNAVAILABLE, a combination that vLLM
-refuses by design is declared below with the words vLLM says, and is expected to be refused.
+Hardware never changes what is collected: a lane that cannot run here ends UNAVAILABLE; a combination that vLLM refuses by design is
+declared with the words vLLM says, and is expected to be refused. Every pair is claimed or declared refused, never both (tested).
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from cases.case import ActScale, Entry, MoECase
+from cases.case import ActScale, Entry, MoECase, Origin
+from harness import claims
+from harness.claims import (
+    BLOCK,
+    CHANNEL_TOKEN,
+    CT,
+    EVERY,
+    FLOATS,
+    GATED,
+    HALVES,
+    ONLINE,
+    QUARK,
+    TENSOR_DYNAMIC,
+    TENSOR_STATIC,
+    VLLM_FP8,
+    Claim,
+    claim,
+)
+from harness.refusals import (
+    BY_THE_METHOD,
+    CT_FP8_DYNAMIC_TENSOR,
+    FUSED_SILU_FP32,
+    Refusal,
+    at_layer,
+    fp8,
+    int8,
+    no_kernels_for,
+    not_supported,
+    quark_int8_static,
+    scheme,
+    unquantized,
+)
 from references.vocabulary import Activation, CheckpointFormat, Format, Layout
 
 
@@ -24,6 +53,18 @@ class Backend(StrEnum):
 
     INTERPRETER = "interpreter"
     TRITON = "triton"
+    BATCHED_TRITON = "batched-triton"
+    CUTLASS = "cutlass"
+    MARLIN = "marlin"
+    HUMMING = "humming"  # weight-only: activations stay in the hidden dtype
+    HUMMING_A8 = "humming-a8"  # activations quantized per token, through VLLM_HUMMING_INPUT_QUANT_CONFIG
+    DEEP_GEMM = "deep-gemm"
+    FLASHINFER_CUTLASS = "flashinfer-cutlass"
+    FLASHINFER_TRTLLM = "flashinfer-trtllm"
+    FLASHINFER_CUTEDSL = "flashinfer-cutedsl"
+    TRITON_UNFUSED = "triton-unfused"  # gpt-oss MXFP4
+    AITER = "aiter"
+    EMULATION = "emulation"
 
     @classmethod
     def parse(cls, text: str) -> Backend:
@@ -35,96 +76,306 @@ class Backend(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
-    """A combination vLLM refuses by design; ``says`` is a pattern its reason must match."""
-
-    reason: str
-    says: str
-    applies: Callable[[MoECase, Entry], bool]
-
-    def matches(self, detail: str) -> bool:
-        """Whether vLLM's own words are the declared ones."""
-        return re.search(self.says, detail, re.DOTALL) is not None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BackendSpec:
-    """moe_backend: vLLM's value; expert_classes: what counts as having run, by entry."""
+    """One lane.
+
+    moe_backend: vLLM's ``KernelConfig.moe_backend``; environment: set before vLLM is imported; expert_classes: which classes count as
+    having run, per entry: an entry that is no key does not exist on this backend. modules: of each tuple one must be importable.
+    unquantized: (activations, dtypes) it runs unquantized.
+    """
 
     moe_backend: str
     expert_classes: dict[Entry, frozenset[str]]
-    needs_gpu: bool
     architectures: tuple[str, ...]
-    refusals: tuple[Refusal, ...]
+    claims: tuple[Claim, ...] = ()
+    unquantized: tuple[frozenset[Activation], frozenset[Format]] = (frozenset(), frozenset())
+    refusals: tuple[Refusal, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+    modules: tuple[tuple[str, ...], ...] = ()
+    needs_gpu: bool = True
 
 
-def _quark_int8_static_is_legacy(case: MoECase) -> bool:
-    """Quark INT8 with static activations has no experts class: its method calls the legacy function itself."""
-    return case.checkpoint is CheckpointFormat.QUARK and case.weight is Format.INT8 and case.act_scale is ActScale.STATIC_TENSOR
+_TRITON_REFUSALS = (*BY_THE_METHOD, CT_FP8_DYNAMIC_TENSOR, FUSED_SILU_FP32)
+_TRITON_CLASSES = {Entry.LAYER: frozenset({"TritonExperts"}), Entry.FUSED_EXPERTS: frozenset({"fused_experts"})}
+
+_HALF = "hidden states must be bf16 or fp16"
+_GATED_ONLY = "no act_and_mul MLP layer"
+_FI_CUTLASS = frozenset({Activation.SILU, Activation.GELU_TANH, Activation.RELU2_NO_MUL})
 
 
-def experts_expected(case: MoECase, entry: Entry, backend: Backend) -> frozenset[str]:
-    """Class names of which one must have run."""
-    if entry is Entry.LAYER and _quark_int8_static_is_legacy(case):
-        return frozenset({"fused_experts"})
-    return SPECS[backend].expert_classes[entry]
+def _refuses_fp32(says: str) -> Refusal:
+    return Refusal(
+        reason=_HALF,
+        says=says,
+        applies=at_layer(lambda c: c.dtype is Format.FP32 and c.origin is not Origin.UNQUANTIZED),
+        reasoned=False,
+    )
 
 
-def _quark_layer(case: MoECase, entry: Entry, weight: Format) -> bool:
-    return entry is Entry.LAYER and case.checkpoint is CheckpointFormat.QUARK and case.weight is weight
+def _only_for(oracle_names: tuple[str, ...], moe_backend: str) -> tuple[Refusal, ...]:
+    """Refusals of every layer whose oracle has no such backend; ``oracle_names``: those that have it."""
+    oracles = {"unquantized": unquantized, "FP8": fp8, "Int8": int8}
+    return tuple(no_kernels_for(oracle, name, moe_backend) for name, oracle in oracles.items() if name not in oracle_names)
 
 
-_QUARK_FP8 = {
-    (Layout.TENSOR, ActScale.STATIC_TENSOR),
-    (Layout.TENSOR, ActScale.DYNAMIC_TENSOR),
-    (Layout.CHANNEL, ActScale.DYNAMIC_TOKEN),
-    (Layout.BLOCK128, ActScale.DYNAMIC_GROUP128),
-}
+def _elsewhere(moe_backend: str, experts: str, architectures: tuple[str, ...], modules: tuple[tuple[str, ...], ...] = ()) -> BackendSpec:
+    """A backend for formats the cases do not have yet: everything they have is refused."""
+    return BackendSpec(
+        moe_backend=moe_backend,
+        expert_classes={Entry.LAYER: frozenset({experts})},
+        architectures=architectures,
+        modules=modules,
+        refusals=(*BY_THE_METHOD, *_only_for((), moe_backend)),
+    )
 
-_TRITON_REFUSALS: tuple[Refusal, ...] = (
-    Refusal(
-        reason="Quark FP8 takes per-tensor, per-channel with per-token, and per-block scales only",
-        says="only per-tensor, per-channel and per-block scales",
-        applies=lambda case, entry: _quark_layer(case, entry, Format.E4M3FN) and (case.weight_scale, case.act_scale) not in _QUARK_FP8,
-    ),
-    Refusal(
-        reason="Quark INT8 has no dynamic per-tensor scheme",
-        says="Unsupported FusedMoe scheme",
-        applies=lambda case, entry: _quark_layer(case, entry, Format.INT8) and case.act_scale is ActScale.DYNAMIC_TENSOR,
-    ),
-    Refusal(
-        reason="the fused SiLU and block quantization operator takes fp16 and bf16 only",
-        says="Input must be FP16 or BF16",
-        applies=lambda case, entry: (
-            entry is Entry.LAYER
-            and case.weight is Format.E4M3FN
-            and case.weight_scale is Layout.BLOCK128
-            and case.activation is Activation.SILU
-            and case.dtype is Format.FP32
+
+_HUMMING_REFUSALS = (
+    *BY_THE_METHOD,
+    not_supported(
+        lambda c: (
+            (fp8(c) and scheme(c) == (Layout.TENSOR, ActScale.DYNAMIC_TENSOR) and c.checkpoint is not CheckpointFormat.COMPRESSED_TENSORS)
+            or (int8(c) and c.weight_scale is Layout.TENSOR)
         ),
+        "Humming takes no per-tensor weights with dynamic activations",
+        "quantization scheme",
     ),
 )
-
-_TRITON_CLASSES = {Entry.LAYER: frozenset({"TritonExperts"}), Entry.FUSED_EXPERTS: frozenset({"fused_experts"})}
+_HUMMING_CLASSES = {Entry.LAYER: frozenset({"HummingIndexedExperts", "HummingGroupedExperts"})}
+_CUDA = ("sm80", "sm89", "sm90", "sm100", "sm120")
 
 SPECS: dict[Backend, BackendSpec] = {
     Backend.INTERPRETER: BackendSpec(
         moe_backend="triton",
         expert_classes=_TRITON_CLASSES,
-        needs_gpu=False,
         architectures=("cpu",),
+        claims=claims.TRITON,
+        unquantized=(EVERY, FLOATS),
         refusals=_TRITON_REFUSALS,
+        needs_gpu=False,
     ),
     Backend.TRITON: BackendSpec(
         moe_backend="triton",
         expert_classes=_TRITON_CLASSES,
-        needs_gpu=True,
-        architectures=("sm80", "sm89", "sm90", "sm100", "sm120"),
+        architectures=_CUDA,
+        claims=claims.TRITON,
+        unquantized=(EVERY, FLOATS),
         refusals=_TRITON_REFUSALS,
     ),
+    Backend.BATCHED_TRITON: BackendSpec(
+        moe_backend="batched_triton",
+        expert_classes={Entry.LAYER: frozenset({"BatchedTritonExperts"})},
+        architectures=_CUDA,
+        unquantized=(EVERY, FLOATS),
+        refusals=(*BY_THE_METHOD, *_only_for(("unquantized",), "batched_triton")),
+    ),
+    Backend.CUTLASS: BackendSpec(
+        moe_backend="cutlass",
+        expert_classes={Entry.LAYER: frozenset({"CutlassExpertsFp8"})},
+        architectures=("sm90", "sm100"),
+        claims=(claim(CT, TENSOR_STATIC, CHANNEL_TOKEN, activations=GATED), claim(ONLINE, CHANNEL_TOKEN, activations=GATED)),
+        refusals=(
+            *BY_THE_METHOD,
+            *_only_for(("FP8",), "cutlass"),
+            Refusal(
+                reason="only compressed-tensors and online per-channel FP8 allow vLLM's CUTLASS kernels",
+                says="vLLM CUTLASS FP8 MoE backend is disabled",
+                applies=at_layer(
+                    lambda c: (
+                        fp8(c)
+                        and c.checkpoint is not CheckpointFormat.COMPRESSED_TENSORS
+                        and not (c.origin is Origin.ONLINE and c.weight_scale is Layout.CHANNEL)
+                    )
+                ),
+            ),
+            not_supported(lambda c: fp8(c) and not c.activation.gated, "CUTLASS experts are gated", _GATED_ONLY),
+            not_supported(
+                lambda c: fp8(c) and c.weight_scale is Layout.BLOCK128, "CUTLASS experts have no block scales", "quantization scheme"
+            ),
+            CT_FP8_DYNAMIC_TENSOR,
+            _refuses_fp32("AssertionError: Invalid output dtype"),
+        ),
+    ),
+    Backend.MARLIN: BackendSpec(
+        moe_backend="marlin",
+        expert_classes={Entry.LAYER: frozenset({"MarlinExperts"})},
+        architectures=_CUDA,
+        claims=(
+            claim(CT, TENSOR_STATIC, TENSOR_DYNAMIC, CHANNEL_TOKEN, BLOCK),
+            claim(QUARK, TENSOR_STATIC, TENSOR_DYNAMIC, CHANNEL_TOKEN, BLOCK),
+            claim(VLLM_FP8, TENSOR_STATIC, TENSOR_DYNAMIC, BLOCK),
+            claim(ONLINE, TENSOR_DYNAMIC, BLOCK),
+        ),
+        unquantized=(EVERY, FLOATS),
+        refusals=(
+            *BY_THE_METHOD,
+            no_kernels_for(int8, "Int8", "marlin"),
+            Refusal(
+                reason="online per-channel FP8 has no Marlin path",
+                says="not supported with the MARLIN backend",
+                applies=at_layer(lambda c: fp8(c) and c.origin is Origin.ONLINE and c.weight_scale is Layout.CHANNEL),
+            ),
+            _refuses_fp32("UnboundLocalError: .*target_exponent"),
+        ),
+    ),
+    Backend.HUMMING: BackendSpec(
+        moe_backend="humming",
+        expert_classes=_HUMMING_CLASSES,
+        architectures=_CUDA,
+        modules=(("humming",),),
+        claims=claims.HUMMING,
+        unquantized=(EVERY, FLOATS),
+        refusals=(*_HUMMING_REFUSALS, _refuses_fp32("AssertionError")),
+    ),
+    Backend.HUMMING_A8: BackendSpec(
+        moe_backend="humming",
+        expert_classes=_HUMMING_CLASSES,
+        architectures=("sm89", "sm90", "sm100", "sm120"),
+        modules=(("humming",),),
+        environment=(("VLLM_HUMMING_INPUT_QUANT_CONFIG", '{"dtype": "float8e4m3", "allow_fallback": true}'),),
+        claims=claims.HUMMING,
+        unquantized=(EVERY, FLOATS),
+        refusals=(*_HUMMING_REFUSALS, _refuses_fp32("AssertionError")),
+    ),
+    Backend.DEEP_GEMM: BackendSpec(
+        moe_backend="deep_gemm",
+        expert_classes={Entry.LAYER: frozenset({"DeepGemmExperts"})},
+        architectures=("sm90", "sm100", "sm120"),
+        modules=(("deep_gemm", "vllm.third_party.deep_gemm"),),
+        claims=tuple(claim(which, BLOCK, activations=frozenset({Activation.SILU})) for which in (CT, QUARK, VLLM_FP8, ONLINE)),
+        refusals=(
+            *BY_THE_METHOD,
+            *_only_for(("FP8",), "deep_gemm"),
+            not_supported(lambda c: fp8(c) and not c.activation.gated, "DeepGEMM experts are gated", _GATED_ONLY),
+            not_supported(lambda c: fp8(c) and c.activation is not Activation.SILU, "DeepGEMM knows silu only", "MoEActivation"),
+            not_supported(lambda c: fp8(c) and c.weight_scale is not Layout.BLOCK128, "DeepGEMM needs block scales", "quantization scheme"),
+            _refuses_fp32("AssertionError"),
+        ),
+    ),
+    Backend.FLASHINFER_CUTLASS: BackendSpec(
+        moe_backend="flashinfer_cutlass",
+        expert_classes={Entry.LAYER: frozenset({"FlashInferExperts"})},
+        architectures=("sm90", "sm100", "sm120"),
+        modules=(("flashinfer",),),
+        claims=(
+            claim(CT, TENSOR_STATIC, BLOCK, activations=_FI_CUTLASS),
+            claim(QUARK, TENSOR_STATIC, BLOCK, activations=_FI_CUTLASS),
+            claim(VLLM_FP8, TENSOR_STATIC, BLOCK, activations=_FI_CUTLASS),
+            claim(ONLINE, BLOCK, activations=_FI_CUTLASS),
+        ),
+        unquantized=(_FI_CUTLASS, FLOATS),
+        refusals=(
+            *BY_THE_METHOD,
+            *_only_for(("unquantized", "FP8"), "flashinfer_cutlass"),
+            not_supported(
+                lambda c: not int8(c) and c.activation not in _FI_CUTLASS,
+                "FlashInfer's CUTLASS kernels know silu, gelu_tanh and relu2",
+                "MoEActivation",
+            ),
+            not_supported(
+                lambda c: fp8(c) and (c.weight, *scheme(c)) not in (TENSOR_STATIC, BLOCK),
+                "FlashInfer's CUTLASS kernels take static per-tensor and block scales",
+                "quantization scheme",
+            ),
+            _refuses_fp32("."),
+        ),
+    ),
+    Backend.FLASHINFER_TRTLLM: BackendSpec(
+        moe_backend="flashinfer_trtllm",
+        expert_classes={
+            Entry.LAYER: frozenset(
+                {"TrtLlmFp8ExpertsMonolithic", "TrtLlmFp8ExpertsModular", "TrtLlmBf16ExpertsMonolithic", "TrtLlmBf16ExpertsModular"}
+            )
+        },
+        architectures=("sm100",),
+        modules=(("flashinfer",),),
+        claims=tuple(
+            claim(which, TENSOR_STATIC, BLOCK, activations=frozenset({Activation.SILU}), dtypes=frozenset({Format.BF16}))
+            for which in (CT, QUARK, VLLM_FP8, ONLINE)
+        ),
+        unquantized=(frozenset({Activation.SILU, Activation.RELU2_NO_MUL}), frozenset({Format.BF16})),
+        refusals=(
+            *BY_THE_METHOD,
+            *_only_for(("unquantized", "FP8"), "flashinfer_trtllm"),
+            not_supported(
+                lambda c: not int8(c) and c.activation is not Activation.SILU and (fp8(c) or c.activation is not Activation.RELU2_NO_MUL),
+                "FlashInfer's TRT-LLM kernels know silu, and relu2 unquantized",
+                "(MoEActivation|no act_and_mul)",
+            ),
+            not_supported(
+                lambda c: fp8(c) and (c.weight, *scheme(c)) not in (TENSOR_STATIC, BLOCK),
+                "FlashInfer's TRT-LLM kernels take static per-tensor and block scales",
+                "quantization scheme",
+            ),
+            Refusal(
+                reason="FlashInfer's TRT-LLM kernels take bf16 hidden states",
+                says=".",
+                applies=at_layer(lambda c: not int8(c) and c.dtype is not Format.BF16),
+            ),
+        ),
+    ),
+    Backend.FLASHINFER_CUTEDSL: _elsewhere("flashinfer_cutedsl", "FlashInferCuteDSLExperts", ("sm100",), (("flashinfer",),)),
+    Backend.TRITON_UNFUSED: _elsewhere("triton_unfused", "UnfusedOAITritonExperts", ("sm90", "sm100"), (("triton_kernels",),)),
+    Backend.AITER: BackendSpec(
+        moe_backend="aiter",
+        expert_classes={
+            Entry.LAYER: frozenset({"AiterUnquantizedExperts", "AiterFp8BlockExperts", "AiterFp8TensorExperts", "AiterFp8ChannelExperts"})
+        },
+        architectures=("gfx942", "gfx950"),
+        modules=(("aiter",),),
+        claims=tuple(claim(which, TENSOR_STATIC, CHANNEL_TOKEN, BLOCK, activations=GATED) for which in (CT, QUARK, VLLM_FP8, ONLINE)),
+        unquantized=(GATED, HALVES),
+        refusals=(
+            *BY_THE_METHOD,
+            *_only_for(("unquantized", "FP8"), "aiter"),
+            not_supported(lambda c: not int8(c) and not c.activation.gated, "AITER's experts are gated", _GATED_ONLY),
+            not_supported(
+                lambda c: fp8(c) and (c.weight, *scheme(c)) not in (TENSOR_STATIC, CHANNEL_TOKEN, BLOCK),
+                "AITER's kernels take static per-tensor, per-channel with per-token, and block scales",
+                "quantization scheme",
+            ),
+            Refusal(reason=_HALF, says=".", applies=at_layer(lambda c: not int8(c) and c.dtype is Format.FP32)),
+        ),
+    ),
+    Backend.EMULATION: _elsewhere("emulation", "Nvfp4QuantizationEmulationTritonExperts", _CUDA),
 }
+
+_QUANTIZED_ONLY = frozenset((Backend.MARLIN, Backend.HUMMING, Backend.HUMMING_A8))
+
+
+def runs_default(case: MoECase, backend: Backend) -> bool:
+    """Whether vLLM, by design, takes its own choice where ``backend`` was forced: Marlin and Humming are quantization-only and leave
+    unquantized layers to the default, which is Triton on every architecture they share (oracle/unquantized.py)."""
+    return backend in _QUANTIZED_ONLY and case.origin is Origin.UNQUANTIZED
+
+
+def experts_expected(case: MoECase, entry: Entry, backend: Backend) -> frozenset[str]:
+    """Class names of which one must have run."""
+    if entry is Entry.LAYER and quark_int8_static(case):
+        return frozenset({"fused_experts"})
+    if runs_default(case, backend):
+        return SPECS[Backend.TRITON].expert_classes[Entry.LAYER]
+    return SPECS[backend].expert_classes[entry]
+
+
+def has_entry(entry: Entry, backend: Backend) -> bool:
+    """Whether the backend can be entered there: the functional entry is Triton's own."""
+    return entry in SPECS[backend].expert_classes
+
+
+def claimed(case: MoECase, entry: Entry, backend: Backend) -> bool:
+    """Whether the backend says it runs the pair."""
+    spec = SPECS[backend]
+    if entry is Entry.FUSED_EXPERTS:
+        return has_entry(entry, backend)
+    if quark_int8_static(case):
+        return True
+    if case.origin is Origin.UNQUANTIZED:
+        return case.activation in spec.unquantized[0] and case.dtype in spec.unquantized[1]
+    return any(claim.covers(case) for claim in spec.claims)
 
 
 def declared_refusal(case: MoECase, entry: Entry, backend: Backend) -> Refusal | None:
     """The first declared refusal that applies, or None when the backend claims the case."""
+    if entry is Entry.LAYER and quark_int8_static(case):
+        return None
     return next((r for r in SPECS[backend].refusals if r.applies(case, entry)), None)

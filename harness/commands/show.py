@@ -13,7 +13,7 @@ from rich.text import Text
 
 from cases.case import Data, Entry, MoECase, entry_takes
 from harness import ledger
-from harness.backends import Backend, declared_refusal, experts_expected
+from harness.backends import Backend, declared_refusal, experts_expected, has_entry
 from harness.commands.output import draw, say
 from harness.environment import version
 from harness.exits import Exit
@@ -36,7 +36,7 @@ def main(arguments: Namespace) -> int:
     draw(_tensors(case, checkpoint))
     say(f"quantization_config: {checkpoint.quantization_config}\n")
     for entry in Entry:
-        if entry_takes(case, entry):
+        if entry_takes(case, entry) and has_entry(entry, backend):
             draw(_expectation(case, entry, backend))
             say(f"again: {repeat(Pair(case, entry), backend)}\n")
     return Exit.AS_THE_LEDGER_SAYS

@@ -33,8 +33,8 @@ def watch(experts_module: torch.nn.Module | None) -> Iterator[Observed]:
     with contextlib.ExitStack() as stack:
         kernel = getattr(getattr(experts_module, "quant_method", None), "moe_kernel", None)
         implementation = getattr(kernel, "fused_experts", None)
-        if implementation is not None:
-            stack.enter_context(_wrapped(implementation, "apply", lambda *_: seen.experts.append(type(implementation).__name__)))
+        for experts in _alternatives(implementation):
+            stack.enter_context(_wrapped(experts, "apply", functools.partial(_saw, seen, type(experts).__name__)))
         fused = sys.modules.get(_FUSED)
         if fused is not None and hasattr(fused, "fused_experts_impl"):
             stack.enter_context(_wrapped(fused, "fused_experts_impl", lambda *_: seen.experts.append(LEGACY)))
@@ -43,6 +43,18 @@ def watch(experts_module: torch.nn.Module | None) -> Iterator[Observed]:
                 if hasattr(module, name):
                     stack.enter_context(_wrapped(module, name, lambda a, *_: seen.gemm_dtypes.append(_name(a))))
         yield seen
+
+
+def _alternatives(implementation: Any) -> tuple[Any, ...]:
+    """The experts that may run: the two behind a FallbackExperts, which chooses per batch, or the one there is."""
+    if implementation is None:
+        return ()
+    inner = tuple(getattr(implementation, name, None) for name in ("experts", "fallback_experts"))
+    return inner if None not in inner else (implementation,)
+
+
+def _saw(seen: Observed, name: str, *_: Any) -> None:
+    seen.experts.append(name)
 
 
 def planned_class(experts_module: torch.nn.Module) -> str:

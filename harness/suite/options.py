@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cases.case import Entry, Level
-from harness.backends import Backend, UnknownBackend
+from harness.backends import Backend, UnknownBackend, has_entry
 from harness.exits import Misuse
 from harness.gpus import default_backend, visible_gpus
 from harness.pairs import Pair, parse_entry, parse_level, select
@@ -30,8 +30,12 @@ class Options:
     records: Path
 
     def pairs(self) -> tuple[Pair, ...]:
-        """In the generator's order. Raises Misuse."""
-        return select(self.level, self.cases, self.entry)
+        """In the generator's order, through the entries the backend has. Raises Misuse."""
+        chosen = select(self.level, self.cases, self.entry)
+        pairs = tuple(pair for pair in chosen if has_entry(pair.entry, self.backend))
+        if not pairs:
+            raise Misuse(f"backend '{self.backend}' has no entry '{chosen[0].entry}'; leave --entry out, or use --backend triton")
+        return pairs
 
     @classmethod
     def of(cls, config: pytest.Config) -> Options:
