@@ -28,7 +28,8 @@ def words(text: str, count: int) -> torch.Tensor:
 def bell(text: str, shape: tuple[int, ...]) -> torch.Tensor:
     """``shape`` float64, mean 0, variance 1, bell-shaped, never beyond 3.47: the sum of four uniform draws."""
     draws = byte_string(text, 2 * _BELL_TERMS * prod(shape)).view(torch.int16).to(torch.int64).view(_BELL_TERMS, *shape)
-    return (draws.sum(0) * 2 + _BELL_TERMS).to(torch.float64) / (2 * _BELL_SPREAD)
+    total = draws.sum(0) * 2 + _BELL_TERMS  # centred: a signed draw has mean -1/2
+    return total.to(torch.float64).div(2 * _BELL_SPREAD)
 
 
 def permutation(text: str, count: int) -> torch.Tensor:

@@ -122,7 +122,7 @@ def _scales(case: MoECase) -> dict[str, torch.Tensor]:
         if name == "up_proj":
             _make_one_tiny(case, drawn[-1])
     distinct = distinct_fp32(torch.cat([scale.flatten() for scale in drawn]))
-    parts = distinct.split([scale.numel() for scale in drawn])
+    parts = torch.split_with_sizes(distinct, [scale.numel() for scale in drawn])
     return {name: part.view(scale.shape) for name, part, scale in zip(case.projections, parts, drawn, strict=True)}
 
 
@@ -147,7 +147,7 @@ def _input_scales(case: MoECase) -> dict[str, torch.Tensor]:
     if case.activation.gated:
         drawn["gate_proj"] = drawn["up_proj"] * grid(f"{layer_key(case)} gate_proj.input_scale", (case.experts,), 0.6, 0.9)
     stacked = torch.cat([drawn[name] * peaks[name] / _QUANT_MAX[case.weight] for name in case.projections])
-    scales = dict(zip(case.projections, distinct_fp32(stacked).split(case.experts), strict=True))
+    scales = dict(zip(case.projections, distinct_fp32(stacked).view(-1, case.experts), strict=True))
     if case.checkpoint is CheckpointFormat.COMPRESSED_TENSORS and case.activation.gated:
         scales["gate_proj"] = scales["up_proj"].clone()
     return scales

@@ -1,25 +1,205 @@
-"""Which pairs each level holds. (First slice; widened in place.)"""
+"""Which pairs each level holds: pairwise over the axes, plus named boundaries. No torch, no randomness, no environment."""
 
 from __future__ import annotations
 
-from cases.case import Entry, Level, MoECase, entry_takes
+from collections.abc import Hashable, Iterator, Sequence
+from enum import StrEnum
+from functools import cache
+from typing import NamedTuple, cast
 
-_SLICE = (
-    "int8-channel-dyntoken-ct-silu-fp16-e4k2m8h128i64-balanced",
-    "int8-channel-dyntoken-quark-silu-bf16-e4k2m8h128i64-balanced",
-    "int8-channel-static-quark-silu-fp16-e4k2m8h128i64-balanced",
-    "e4m3fn-channel-dyntoken-ct-silu-fp16-e4k2m8h128i64-balanced",
-    "bf16-none-none-plain-silu-bf16-e4k2m8h128i64-balanced",
-    "fp32-none-none-plain-relu2_no_mul-fp32-e4k2m8h128i64-balanced",
+from cases.boundaries import NIGHTLY_BOUNDARIES, SMOKE_BOUNDARIES
+from cases.case import ActScale, Entry, Level, MoECase, Origin, Routing, entry_takes
+from cases.doors import closed
+from cases.pairwise import covering
+from references.vocabulary import Activation, CheckpointFormat, Format, Layout
+
+Pair = tuple[MoECase, Entry]
+
+
+class Scheme(NamedTuple):
+    """What is quantized how, and in which file. ``weight`` None: unquantized."""
+
+    weight: Format | None
+    weight_scale: Layout
+    act_scale: ActScale
+    checkpoint: CheckpointFormat
+    origin: Origin = Origin.PREQUANTIZED
+
+
+class Size(NamedTuple):
+    """E, k, M, H, I. Pre-quantized block schemes round H and I up to whole blocks."""
+
+    experts: int
+    top_k: int
+    tokens: int
+    hidden: int
+    intermediate: int
+
+
+class RouterWeights(StrEnum):
+    """How router weights reach the output."""
+
+    RENORMALIZED = "renormalized"
+    SOFTMAX = "softmax"
+    ON_INPUT = "on_input"  # softmax weights on the input; k = 1
+
+
+_CT, _QUARK, _VLLM_FP8 = CheckpointFormat.COMPRESSED_TENSORS, CheckpointFormat.QUARK, CheckpointFormat.VLLM_FP8
+_RAW, _PLAIN = CheckpointFormat.RAW, CheckpointFormat.PLAIN
+_INT8, _E4M3 = Format.INT8, Format.E4M3FN
+_TENSOR, _CHANNEL, _BLOCK = Layout.TENSOR, Layout.CHANNEL, Layout.BLOCK128
+_STATIC, _DYN_TENSOR, _DYN_TOKEN = ActScale.STATIC_TENSOR, ActScale.DYNAMIC_TENSOR, ActScale.DYNAMIC_TOKEN
+_DYN_GROUP, _NO_ACT = ActScale.DYNAMIC_GROUP128, ActScale.NONE
+
+SCHEMES: tuple[Scheme, ...] = (
+    Scheme(None, Layout.NONE, _NO_ACT, _PLAIN, Origin.UNQUANTIZED),
+    # INT8, the full product of weight and activation granularity: kernels took one for the other (vllm#58532)
+    *(Scheme(_INT8, w, a, _QUARK) for w in (_TENSOR, _CHANNEL) for a in (_STATIC, _DYN_TENSOR, _DYN_TOKEN)),
+    Scheme(_INT8, _CHANNEL, _DYN_TOKEN, _CT),
+    Scheme(_INT8, _BLOCK, _DYN_GROUP, _RAW),
+    Scheme(_INT8, _TENSOR, _NO_ACT, _RAW),
+    Scheme(_INT8, _CHANNEL, _NO_ACT, _RAW),
+    # FP8, the same product; Quark's file can say all of it
+    *(Scheme(_E4M3, w, a, _QUARK) for w in (_TENSOR, _CHANNEL) for a in (_STATIC, _DYN_TENSOR, _DYN_TOKEN)),
+    Scheme(_E4M3, _BLOCK, _DYN_GROUP, _QUARK),
+    # FP8 in the other files, each as its exporter writes it
+    Scheme(_E4M3, _TENSOR, _STATIC, _CT),
+    Scheme(_E4M3, _CHANNEL, _DYN_TOKEN, _CT),
+    Scheme(_E4M3, _BLOCK, _DYN_GROUP, _CT),
+    Scheme(_E4M3, _TENSOR, _STATIC, _VLLM_FP8),
+    Scheme(_E4M3, _TENSOR, _DYN_TENSOR, _VLLM_FP8),
+    Scheme(_E4M3, _BLOCK, _DYN_GROUP, _VLLM_FP8),
+    # quantized while loading: the layer is the only door
+    Scheme(_E4M3, _TENSOR, _DYN_TENSOR, _PLAIN, Origin.ONLINE),
+    Scheme(_E4M3, _CHANNEL, _DYN_TOKEN, _PLAIN, Origin.ONLINE),
+    Scheme(_E4M3, _BLOCK, _DYN_GROUP, _PLAIN, Origin.ONLINE),
+    Scheme(_INT8, _CHANNEL, _NO_ACT, _PLAIN, Origin.ONLINE),
 )
 
+# Small enough for an interpreter, odd enough to show tails: H, I and M beside the tiles of 16, 64 and 128
+SMOKE_SIZES = (
+    Size(4, 2, 8, 128, 64),
+    Size(4, 1, 17, 64, 32),
+    Size(8, 2, 33, 128, 32),
+    Size(5, 3, 3, 192, 96),  # neither H nor I a multiple of a 128 tile
+    Size(2, 1, 1, 256, 128),  # one token
+    Size(3, 2, 2, 128, 128),
+    Size(8, 1, 2, 96, 160),  # M * k * 4 <= E: one block per token, no alignment; I > H
+    Size(5, 5, 3, 64, 32),  # every expert for every token
+    Size(8, 4, 17, 256, 64),
+    Size(3, 1, 33, 96, 48),  # M over 32: the next block height
+    Size(4, 3, 17, 80, 128),
+)
+NIGHTLY_SIZES = (
+    Size(8, 2, 33, 256, 128),
+    Size(5, 3, 17, 192, 96),
+    Size(40, 4, 17, 128, 64),
+    Size(60, 2, 3, 64, 32),
+    Size(8, 4, 129, 128, 64),  # the next block height
+    Size(3, 1, 33, 320, 80),
+)
+DEEP_SIZES = (
+    Size(8, 2, 257, 512, 256),
+    Size(60, 8, 129, 256, 128),
+    Size(128, 8, 33, 128, 64),
+    Size(4, 2, 65, 2048, 64),  # many K tiles in GEMM 1
+    Size(4, 2, 65, 128, 1024),  # and in GEMM 2
+)
 
-def pairs(level: Level) -> tuple[tuple[MoECase, Entry], ...]:
-    """(case, entry) of a level, sorted, each once."""
-    cases = sorted((MoECase.from_id(text) for text in _SLICE), key=lambda case: case.id)
-    return tuple((case, entry) for case in cases for entry in Entry if entry_takes(case, entry))
+_ACTIVATIONS = tuple(Activation)
+_DTYPES = (Format.BF16, Format.FP16, Format.FP32)
+_BIAS = (False, True)
+_AXES = (_ACTIVATIONS, _DTYPES, _BIAS, tuple(RouterWeights), tuple(Routing))
+_DTYPE_AXIS = 3  # after the schemes and the sizes
+
+
+@cache
+def pairs(level: Level) -> tuple[Pair, ...]:
+    """(case, entry) of a level, sorted by case id and entry, each once."""
+    found = set(_smoke())
+    if level is not Level.SMOKE:
+        found.update(_nightly())
+    if level is Level.DEEP:
+        found.update(_deep())
+    return tuple(sorted(found, key=lambda pair: (pair[0].id, pair[1])))
 
 
 def cases(level: Level) -> tuple[MoECase, ...]:
     """The cases of a level, sorted by id, each once."""
     return tuple(dict.fromkeys(case for case, _ in pairs(level)))
+
+
+def _smoke() -> Iterator[Pair]:
+    """Every scheme with every size; every two values of any two axes together somewhere."""
+    for row in covering((SCHEMES, SMOKE_SIZES, *_AXES), _allowed):
+        yield from _doors(_case(row))
+    yield from _named(SMOKE_BOUNDARIES)
+
+
+def _nightly() -> Iterator[Pair]:
+    """The same within each scheme: every size with every activation, the other axes pairwise."""
+    for scheme in SCHEMES:
+        yield from _within(scheme, NIGHTLY_SIZES, seed=0)
+    yield from _named(NIGHTLY_BOUNDARIES)
+
+
+def _deep() -> Iterator[Pair]:
+    """All sizes, other numbers."""
+    for scheme in SCHEMES:
+        yield from _within(scheme, SMOKE_SIZES + NIGHTLY_SIZES + DEEP_SIZES, seed=1)
+
+
+def _within(scheme: Scheme, sizes: Sequence[Size], seed: int) -> Iterator[Pair]:
+    dtypes = tuple(dtype for dtype in _DTYPES if _allowed(0, scheme, _DTYPE_AXIS, dtype))
+    axes = ((scheme,), sizes, *_AXES[:1], dtypes, *_AXES[2:])
+    for row in covering(axes, _allowed):
+        yield from _doors(_case(row, seed))
+
+
+def _doors(case: MoECase) -> Iterator[Pair]:
+    """The entries that take the case and that vLLM is not known to keep shut; those are named in boundaries.py."""
+    return ((case, entry) for entry in Entry if entry_takes(case, entry) and closed(case, entry) is None)
+
+
+def _named(ids: Sequence[tuple[str, tuple[Entry, ...]]]) -> Iterator[Pair]:
+    return ((MoECase.from_id(text), entry) for text, entries in ids for entry in entries)
+
+
+def _case(row: Sequence[Hashable], seed: int = 0) -> MoECase:
+    scheme, size, activation, dtype, bias, weights, routing = cast(
+        "tuple[Scheme, Size, Activation, Format, bool, RouterWeights, Routing]", tuple(row)
+    )
+    hidden, intermediate = size.hidden, size.intermediate
+    if scheme.weight_scale is Layout.BLOCK128 and scheme.origin is Origin.PREQUANTIZED:
+        hidden, intermediate = -(-hidden // 128) * 128, -(-intermediate // 128) * 128
+    return MoECase(
+        experts=size.experts,
+        top_k=size.top_k,
+        tokens=size.tokens,
+        hidden=hidden,
+        intermediate=intermediate,
+        dtype=dtype,
+        weight=scheme.weight or dtype,
+        weight_scale=scheme.weight_scale,
+        act_scale=scheme.act_scale,
+        checkpoint=scheme.checkpoint,
+        origin=scheme.origin,
+        activation=activation,
+        bias=bias,
+        renormalize=weights is RouterWeights.RENORMALIZED,
+        router_weight_on_input=weights is RouterWeights.ON_INPUT,
+        routing=routing,
+        seed=seed,
+    )
+
+
+def _allowed(axis: int, value: Hashable, later: int, other: Hashable) -> bool:
+    """Rules that tie two axes; the same that MoECase checks, asked before a case exists."""
+    match (value, other):
+        case (Scheme(origin=Origin.ONLINE), Format.FP32):
+            return False
+        case (Size() as size, RouterWeights.ON_INPUT):
+            return size.top_k == 1
+        case (Size() as size, Routing.ONE_EACH):
+            return size.top_k < size.experts or size.tokens == 1
+    return True
