@@ -1,9 +1,11 @@
 """Quantizers on numbers: a scale per group, a quotient, a rounding. Every scale multiplies the codes.
 
-scale = max(amax / qmax, floor), in the dtype the recipe names; quotient by division, by a reciprocal or by qmax / amax, as the recipe names,
-in fp32 (weights: in the recipe's arithmetic dtype); code = Q(quotient), saturating. An operation in fp32 (bf16, fp16) is the operation in
-float64 rounded once: 53 >= 2 * 24 + 2 bits make the double rounding innocuous (Figueroa 1995, "When is double rounding innocuous?").
-Where the recipe does not know the quotient (ANY), numbers divide and the intervals (references/bounds.py) hold the others.
+scale = max(amax / qmax, floor), in the dtype the recipe names; quotient by division, by a reciprocal or by qmax / amax, as the recipe
+names, in fp32 (weights: in the recipe's arithmetic dtype); code = Q(quotient), saturating. Where the recipe does not know the quotient
+(ANY), numbers divide and the intervals (references/bounds.py) hold the others.
+
+An operation in fp32 (bf16, fp16) is the operation in float64 rounded once: 53 >= 2 * 24 + 2 bits make the double rounding innocuous
+(Figueroa 1995, "When is double rounding innocuous?").
 """
 
 from __future__ import annotations

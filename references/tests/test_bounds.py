@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from references.activations import function
 from references.bounds import Interval, exactly, matmul, operand, quantize, router_weights, scaled, store, sum_over_slots, times
 from references.formats import limits, saturate, torch_dtype
 from references.quantize import Quantized, quantize_weights, requantize_to_max
-from references.vocabulary import Accumulator, Activation, ActQuant, Format, Layout, Rounding, WeightQuant
+from references.vocabulary import Accumulator, Activation, ActQuant, Format, Layout, Quotient, Rounding, WeightQuant
 
 SEEDS = st.integers(0, 2**31)
 ACCUMULATED = (Format.INT8, Format.E4M3FN, Format.E5M2, Format.BF16, Format.FP16, Format.FP32)
@@ -32,10 +33,8 @@ def grid_values(fmt: Format, rows: int, cols: int, g: torch.Generator, spread: f
 
 def fp32_sum(products: torch.Tensor, how: str, g: torch.Generator) -> torch.Tensor:
     """Sum over the last dimension in float32: a random order, pairwise, or the worst order (cancelling pairs last)."""
-    if how == "sorted":
-        products = products.sort(-1).values
-    else:
-        products = products[..., torch.randperm(products.shape[-1], generator=g)]
+    order = torch.randperm(products.shape[-1], generator=g)
+    products = products.sort(-1).values if how == "sorted" else products[..., order]
     if how != "pairwise":
         total = torch.zeros(products.shape[:-1])
         for k in range(products.shape[-1]):
@@ -97,8 +96,10 @@ def test_integers_below_2_to_24_have_no_radius(fmt: Format) -> None:
     a = torch.randint(-8, 9, (5, 300), generator=generator(2)).double()
     w = torch.randint(-8, 9, (6, 300), generator=generator(3)).double()
     for accumulator in Accumulator:
-        interval = matmul(operand(exactly(a), fmt), operand(exactly(w * 2.0**-7), fmt), accumulator) if fmt is not Format.INT8 else matmul(
-            operand(exactly(a), fmt), operand(exactly(w), fmt), accumulator
+        interval = (
+            matmul(operand(exactly(a), fmt), operand(exactly(w * 2.0**-7), fmt), accumulator)
+            if fmt is not Format.INT8
+            else matmul(operand(exactly(a), fmt), operand(exactly(w), fmt), accumulator)
         )
         assert torch.equal(interval.low, interval.high)
 
@@ -110,7 +111,7 @@ def test_int32_tiles_round_only_beyond_2_to_24() -> None:
     beyond = matmul(operand(exactly(ones), Format.INT8), operand(exactly(ones), Format.INT8), Accumulator.INT32)
     assert (beyond.high > beyond.low).all()
     total = torch.zeros(1)
-    for tile in ones.split(32, 1):
+    for tile in torch.split(ones, 32, 1):
         total = total + tile.square().sum().float()
     assert holds(beyond, total.double())
 
@@ -302,9 +303,9 @@ QUANTIZERS = [
 ]
 
 
-def float32_codes(x: torch.Tensor, how: ActQuant, route: str) -> tuple[torch.Tensor, torch.Tensor]:
+def float32_codes(x: torch.Tensor, how: ActQuant, quotient: Quotient) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and per-element scale as three kinds of kernel compute them, in float32 only."""
-    rows, cols = x.shape
+    rows = x.shape[0]
     amax = x.abs().amax(1, keepdim=True)
     if how.layout is Layout.TENSOR:
         amax = x.abs().max().expand(rows, 1)
@@ -312,7 +313,8 @@ def float32_codes(x: torch.Tensor, how: ActQuant, route: str) -> tuple[torch.Ten
         amax = torch.cat([part.abs().amax(1, keepdim=True).expand_as(part) for part in torch.split(x, 128, 1)], 1)
     qmax = limits(how.format).qmax
     scale = (amax / qmax).clamp_min(how.scale_floor)
-    ratio = {"divide": x / scale, "reciprocal": x * (1 / scale), "amax": x * (qmax / amax.clamp_min(1e-10))}[route]
+    by_ratio = x * (torch.full_like(amax, qmax) / amax.clamp_min(1e-10))  # qmax / tensor would be a reciprocal and a product
+    ratio = {Quotient.DIVIDE: x / scale, Quotient.RECIPROCAL: x * (1 / scale), Quotient.AMAX_RATIO: by_ratio}[quotient]
     ratio = ratio.clamp(limits(how.format).min, limits(how.format).max)
     if how.format is not Format.INT8:
         return ratio.to(torch_dtype(how.format)).double(), scale
@@ -321,30 +323,57 @@ def float32_codes(x: torch.Tensor, how: ActQuant, route: str) -> tuple[torch.Ten
     return (ratio.round() if how.rounding is Rounding.HALF_EVEN else ratio.trunc()).double(), scale
 
 
+def per_element(scale: Interval, cols: int) -> Interval:
+    low, high = (end.repeat_interleave(128, 1)[:, :cols] if end.shape[1] > 1 else end for end in (scale.low, scale.high))
+    return Interval(low, high)
+
+
 @settings(deadline=None, max_examples=40)
-@given(st.sampled_from(QUANTIZERS), st.sampled_from(["divide", "reciprocal", "amax"]), SEEDS)
-def test_known_rows_have_one_code_except_at_a_tie(how: ActQuant, route: str, seed: int) -> None:
+@given(st.sampled_from(QUANTIZERS), st.sampled_from([Quotient.DIVIDE, Quotient.RECIPROCAL, Quotient.AMAX_RATIO]), SEEDS)
+def test_known_rows_have_exactly_the_codes_of_their_quotient(how: ActQuant, quotient: Quotient, seed: int) -> None:
     x = torch.randn(5, 200, generator=generator(seed)).bfloat16().float()
-    codes, scale = quantize(exactly(x.double()), how, None)
-    got, got_scale = float32_codes(x, how, route)
+    got, got_scale = float32_codes(x, how, quotient)
+    codes, scale = quantize(exactly(x.double()), replace(how, quotient=quotient), None)
+    assert torch.equal(codes.low, got)
+    assert codes.low is codes.high
+    assert torch.equal(per_element(scale, 200).low.expand(5, 200), got_scale.double().expand(5, 200))
+    assert scale.low is scale.high or torch.equal(scale.low, scale.high)
+    codes, scale = quantize(exactly(x.double()), replace(how, quotient=Quotient.ANY), None)
     assert holds(codes, got)
-    wide = Interval(*(end.repeat_interleave(128, 1)[:, :200] if end.shape[1] > 1 else end for end in (scale.low, scale.high)))
-    assert holds(wide, got_scale.double())
-    assert float((codes.low != codes.high).double().mean()) < (0.05 if how.rounding is Rounding.TOWARD_ZERO else 0.002)
+    assert holds(per_element(scale, 200), got_scale.double())
+
+
+def test_the_quotients_differ_on_structural_ties() -> None:
+    """x = 63, amax = 126: x * 127 / amax is the tie 63.5; division and reciprocal of the rounded scale see different sides somewhere."""
+    x = torch.arange(1.0, 128.0).unsqueeze(1) * torch.tensor([[1.0, 0.5, 0.25, 0.75]])
+    how = QUANTIZERS[1]
+    how = replace(how, layout=Layout.TOKEN)
+    codes = [quantize(exactly(x.double()), replace(how, quotient=q), None)[0].low for q in (Quotient.DIVIDE, Quotient.RECIPROCAL)]
+    assert not torch.equal(*codes)
+    hull, _ = quantize(exactly(x.double()), how, None)
+    assert all(holds(hull, one) for one in codes)
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.sampled_from(QUANTIZERS), st.floats(-24, -6), SEEDS)
-def test_rows_known_to_an_interval_hold_every_rows_codes(how: ActQuant, log_width: float, seed: int) -> None:
+@given(
+    st.sampled_from(QUANTIZERS),
+    st.sampled_from([Quotient.DIVIDE, Quotient.RECIPROCAL, Quotient.AMAX_RATIO]),
+    st.booleans(),
+    st.floats(-24, -6),
+    SEEDS,
+)
+def test_rows_known_to_an_interval_hold_every_rows_codes(
+    how: ActQuant, quotient: Quotient, told: bool, log_width: float, seed: int
+) -> None:
     g = generator(seed)
     low = torch.randn(4, 150, generator=g)
     high = low + torch.rand(4, 150, generator=g) * 2.0**log_width
+    how = replace(how, quotient=quotient if told else Quotient.ANY)
     codes, scale = quantize(Interval(low.double(), high.double()), how, None)
     for part in (0.0, 0.5, 1.0):
-        got, got_scale = float32_codes((low + (high - low) * part).clamp(low, high), how, "divide")
+        got, got_scale = float32_codes((low + (high - low) * part).clamp(low, high), how, quotient)
         assert holds(codes, got)
-        wide = Interval(*(end.repeat_interleave(128, 1)[:, :150] if end.shape[1] > 1 else end for end in (scale.low, scale.high)))
-        assert holds(wide, got_scale.double())
+        assert holds(per_element(scale, 150), got_scale.double())
 
 
 def test_a_power_of_two_scale_never_widens_even_on_ties() -> None:
@@ -365,18 +394,19 @@ def test_a_tie_under_another_scale_takes_both_codes() -> None:
 
 
 @pytest.mark.parametrize("layout", [Layout.TENSOR, Layout.CHANNEL, Layout.BLOCK128])
-def test_online_weights_quantized_by_reciprocal_are_inside(layout: Layout) -> None:
-    how = WeightQuant(format=Format.E4M3FN, layout=layout, scale_floor=1e-6)
-    flips = 0
-    for seed in range(6):
-        w = torch.randn(256, 256, generator=generator(seed)).bfloat16()
-        quantized = quantize_weights(w.double(), how)
-        low, high = bounds.weight_code_hull(w.double(), quantized, how)
-        got = (w.float() * (1.0 / quantized.scale.float())).clamp(-448, 448).to(torch.float8_e4m3fn).double()
-        assert ((low <= got) & (got <= high)).all()
-        assert ((low <= quantized.codes) & (quantized.codes <= high)).all()
-        flips += int((low != high).sum())
-    assert flips < 6 * 256 * 256 * 1e-4
+@pytest.mark.parametrize("quotient", [Quotient.DIVIDE, Quotient.RECIPROCAL])
+def test_online_weights_have_exactly_the_codes_of_their_quotient(layout: Layout, quotient: Quotient) -> None:
+    w = torch.randn(256, 256, generator=generator(0)).bfloat16()
+    how = WeightQuant(format=Format.E4M3FN, layout=layout, scale_floor=1e-6, quotient=quotient)
+    quantized = quantize_weights(w.double(), how)
+    scale = quantized.scale.float()
+    ratio = w.float() / scale if quotient is Quotient.DIVIDE else w.float() * (1.0 / scale)
+    got = ratio.clamp(-448, 448).to(torch.float8_e4m3fn).double()
+    assert torch.equal(quantized.codes, got)
+    assert bounds.weight_code_hull(w.double(), quantized, how) == (quantized.codes, quantized.codes)
+    low, high = bounds.weight_code_hull(w.double(), quantized, replace(how, quotient=Quotient.ANY))
+    assert ((low <= got) & (got <= high)).all()
+    assert 0 < float((low != high).double().mean()) < 0.01
 
 
 @pytest.mark.parametrize("fmt", [Format.INT8, Format.E4M3FN])
