@@ -3,9 +3,8 @@
 Revisions are an ordered sequence of names that starts with a good one and ends with a bad one. A probe answers GOOD, BAD or UNKNOWN.
 An UNKNOWN is never counted as either: what only UNKNOWN revisions could decide is handed back as a list of candidates.
 
-Cost: at most ``2 + bit_length(n) + 2 * (UNKNOWN answers met)`` probes for n revisions between the ends. Around an UNKNOWN the search
-gallops (1, 1, 2, 2, 4, 4, … places to either side), so a long stretch of them costs a few probes, not its length; each of them is
-probed only where the answer lies among them.
+Cost, for n revisions between the ends: at most ``2 + bit_length(n)`` probes when none is UNKNOWN; ``2 + 3 * bit_length(n)`` when one
+stretch of UNKNOWNs, of any length, lies beside the culprit; ``2 + 3 * bit_length(n) + 2 * (UNKNOWN answers met)`` on any history.
 
 The claim on any history, monotone or not: a culprit's own probe said BAD and its predecessor's said GOOD. With reverts in the range
 there can be several such places; one is returned.
@@ -127,18 +126,17 @@ def first_bad(
         return NotFound(cause=Cause.GOOD_END_IS_BAD if good_end is Status.BAD else Cause.GOOD_END_UNKNOWN, revision=revisions[low])
 
     low, high = _narrow(answers, low, high)
-    unknowns_in_a_row = 0
     while untested := [i for i in range(low + 1, high) if i not in answers]:
         if limit is not None and spent >= limit:
             break
-        place = min(max(len(untested) // 2 + _offset(unknowns_in_a_row), 0), len(untested) - 1)
-        match ask(untested[place]):
+        place = _next(low, high, untested, [i for i in range(low + 1, high) if i in answers])
+        match ask(place):
             case Status.GOOD:
-                low, unknowns_in_a_row = untested[place], 0
+                low = place
             case Status.BAD:
-                high, unknowns_in_a_row = untested[place], 0
+                high = place
             case Status.UNKNOWN:
-                unknowns_in_a_row += 1
+                pass
     if high - low == 1:
         return Found(culprit=revisions[high], last_good=revisions[low])
     return Ambiguous(candidates=tuple(revisions[low + 1 : high + 1]), last_good=revisions[low], untested=len(untested))
@@ -160,9 +158,21 @@ def _with(answers: Mapping[int, Status], status: Status, low: int, high: int) ->
     return [i for i, answer in answers.items() if low < i < high and answer is status]
 
 
-def _offset(unknowns: int) -> int:
-    """Places from the median after so many UNKNOWNs in a row: 0, -1, +1, -2, +2, -4, +4, …"""
-    if unknowns == 0:
-        return 0
-    step = 1 << ((unknowns - 1) // 2)
-    return -step if unknowns % 2 else step
+def _next(low: int, high: int, untested: Sequence[int], unknown: Sequence[int]) -> int:
+    """Where to probe: the middle, kept away from the UNKNOWNs met so far.
+
+    What lies between two UNKNOWNs is presumed to be UNKNOWN too and comes last. Beside them the middle of what is left is taken, but at
+    least as far from them as they reach (so a stretch is crossed in doubling steps), and never past the middle of that side.
+    """
+    if not unknown:
+        return untested[len(untested) // 2]
+    left = [i for i in untested if i < unknown[0]]
+    right = [i for i in untested if i > unknown[-1]]
+    if not left and not right:  # the widest gap between two that are known to be UNKNOWN
+        edges = [low, *unknown, high]
+        start, stop = max(pairwise(edges), key=lambda gap: gap[1] - gap[0])
+        return (start + stop) // 2
+    reach = unknown[-1] - unknown[0] + 1
+    side = left[::-1] if len(left) > len(right) else right  # nearest to the UNKNOWNs first
+    away = max((abs(len(left) - len(right)) - 1) // 2, min(reach, len(side) // 2))
+    return side[min(away, len(side) - 1)]

@@ -37,7 +37,8 @@ def check(table: Mapping[str, Status]) -> tuple[Found | Ambiguous, Probe]:
     assert not isinstance(result, NotFound)
     assert len(probe.asked) == len(set(probe.asked)), "probed twice"
     unknowns = sum(table[name] is U for name in probe.asked)
-    assert len(probe.asked) <= 2 + (len(names) - 2).bit_length() + 2 * unknowns
+    bits = (len(names) - 2).bit_length()
+    assert len(probe.asked) <= 2 + (3 * bits + 2 * unknowns if unknowns else bits)
     at = names.index(result.last_good)
     assert table[result.last_good] is G
     if isinstance(result, Found):
@@ -92,7 +93,7 @@ def test_a_long_stretch_of_unknowns_beside_the_culprit_costs_little(n: int, data
     truth = [G] * first + [B] * (n + 1 - first)
     result, probe = check(history(*[U if start <= i <= stop else answer for i, answer in enumerate(truth)]))
     assert isinstance(result, Found)
-    assert len(probe.asked) <= 3 * n.bit_length() ** 2 / 2 + 4
+    assert len(probe.asked) <= 2 + 3 * (n - 1).bit_length()
 
 
 @given(st.lists(statuses, min_size=1, max_size=60), st.data())
