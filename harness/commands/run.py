@@ -27,7 +27,12 @@ def main(arguments: Namespace) -> int:
     options += [f"--case={case}" for case in arguments.cases]
     options += [f"--entry={entry}"] if entry else []
     options += ["-k", arguments.expression] if arguments.expression else []
-    workers = ["-n", arguments.workers, f"--maxprocesses={len(pairs)}"]  # at least one: a crash must not take this process
+    workers = [
+        "-n",
+        arguments.workers,
+        f"--maxprocesses={len(pairs)}",
+        "--dist=worksteal",
+    ]  # at least one: a crash must not take this process
     code = pytest.main([str(SUITE), "-p", "harness.suite.plugin", "-p", "no:cacheprovider", *workers, *options])
     if code == pytest.ExitCode.NO_TESTS_COLLECTED:
         raise Misuse(f"no pair matches -k '{arguments.expression}'; `moediff list --level {arguments.level}` prints the ids")

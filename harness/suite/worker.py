@@ -84,7 +84,7 @@ class Worker:
         self._recorder.started(start)
         try:
             result = run_pair(pair.case, pair.entry, options.backend, self._subject)
-        except Exception as error:
+        except Exception as error:  # ours: recorded, then shown with its traceback
             self._recorder.finished(broke(start, self._recorder.last_stage, f"{type(error).__name__}: {error}"))
             raise
         judged = self._ledger.judge(result.verdict, pair.case.id, pair.entry, options.backend, version("vllm") or "")
