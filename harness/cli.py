@@ -1,4 +1,4 @@
-"""``moediff``: run, list, show, doctor, bench. Parsing and exit codes only; what a command does is in its own module."""
+"""``moediff``: run, list, show, doctor, lanes, bench. Parsing and exit codes only; what a command does is in its own module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from cases.case import Entry, InvalidCase, Level
 from harness.backends import Backend
-from harness.commands import bench, doctor, listing, run, show
+from harness.commands import bench, doctor, lanes, listing, run, show
 from harness.exits import Exit, Misuse
 from harness.ledger import LedgerError
 from harness.suite.options import OUT
@@ -51,6 +51,10 @@ def parser() -> Parser:
 
     command = commands.add_parser("doctor", help="what is installed, which backends can run here", description=doctor.__doc__)
     command.set_defaults(handler=doctor.main)
+
+    command = commands.add_parser("lanes", help="print the nightly matrix as JSON", description=lanes.__doc__)
+    command.add_argument("--level", default=Level.NIGHTLY.value, help=f"{_of(Level)}; default: nightly")
+    command.set_defaults(handler=lanes.main)
 
     command = commands.add_parser("bench", help="measure the harness itself", description=bench.__doc__)
     command.add_argument(

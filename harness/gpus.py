@@ -43,7 +43,7 @@ def worker_count(backend: Backend, gpus: tuple[str, ...], available: int) -> int
 
 
 def worker_environment(backend: Backend, worker: str, gpus: tuple[str, ...]) -> dict[str, str]:
-    """What a worker sets before torch is imported: one thread, the lane's environment, and one GPU chosen by the number in its id ("gw3")."""
+    """What a worker sets before torch is imported: one thread, the lane's own variables, one GPU by the number in its id ("gw3")."""
     environment = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} | dict(SPECS[backend].environment)
     if SPECS[backend].needs_gpu and gpus:
         number = int("".join(filter(str.isdigit, worker)) or 0)

@@ -127,7 +127,8 @@ def measure() -> Iterator[Fidelity]:
         differing = elements = steps = 0
         for position in outputs if not texts else ():
             ours, theirs = here[position], there[position]
-            assert isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor)
+            assert isinstance(ours, torch.Tensor)
+            assert isinstance(theirs, torch.Tensor)
             gap = (_ordered(ours) - _ordered(theirs.cpu())).abs()
             both_nan = torch.isnan(ours.float()) & torch.isnan(theirs.cpu().float())
             gap = gap.masked_fill(both_nan, 0)
@@ -137,8 +138,8 @@ def measure() -> Iterator[Fidelity]:
 
 def main() -> int:
     """Print what differs and write one JSON line per comparison to the file named by the first argument, if any."""
-    import vllm._C_stable_libtorch  # noqa: F401
-    import vllm._moe_C_stable_libtorch  # noqa: F401
+    import vllm._C_stable_libtorch
+    import vllm._moe_C_stable_libtorch
 
     results = list(measure())
     if len(sys.argv) > 1:

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import configparser
+import functools
+import itertools
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from cases.axes import ActScale, Entry, InvalidCase, Level, Origin
+from cases.case import MoECase, entry_takes
+from harness import lanes
+from harness.backends import SPECS, Backend, UnknownBackend, claimed, declared_refusal, experts_expected, has_entry, runs_default
+from harness.cli import parser
+from references.vocabulary import Activation, CheckpointFormat, Format, Layout
+
+ROOT = Path(__file__).parents[2]
+
+
+@functools.cache
+def every_scheme() -> list[MoECase]:
+    found = []
+    for weight, scale, act, stored, origin, activation, dtype in itertools.product(
+        Format, Layout, ActScale, CheckpointFormat, Origin, Activation, (Format.FP32, Format.BF16, Format.FP16)
+    ):
+        try:
+            case = MoECase(
+                experts=4,
+                top_k=2,
+                tokens=8,
+                hidden=128,
+                intermediate=128,
+                dtype=dtype,
+                weight=weight,
+                weight_scale=scale,
+                act_scale=act,
+                checkpoint=stored,
+                origin=origin,
+                activation=activation,
+            )
+        except InvalidCase:
+            continue
+        if entry_takes(case, Entry.LAYER):
+            found.append(case)
+    return found
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_every_scheme_is_claimed_or_declared_refused_never_both(backend: Backend) -> None:
+    cases = every_scheme()
+    assert len(cases) > 400
+    both_or_neither = [c.id for c in cases if claimed(c, Entry.LAYER, backend) == (declared_refusal(c, Entry.LAYER, backend) is not None)]
+    assert not both_or_neither, f"{len(both_or_neither)} of {len(cases)}, first {both_or_neither[:3]}"
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_some_class_counts_wherever_the_backend_can_be_entered(backend: Backend) -> None:
+    for case in every_scheme()[::7]:
+        assert experts_expected(case, Entry.LAYER, backend)
+    assert has_entry(Entry.LAYER, backend)
+
+
+def test_marlin_leaves_unquantized_layers_to_the_default_and_says_so() -> None:
+    case = next(c for c in every_scheme() if c.origin is Origin.UNQUANTIZED)
+    assert runs_default(case, Backend.MARLIN)
+    assert experts_expected(case, Entry.LAYER, Backend.MARLIN) == {"TritonExperts"}
+    assert not runs_default(case, Backend.CUTLASS)
+
+
+def test_patterns_of_what_vllm_says_compile() -> None:
+    for spec in SPECS.values():
+        for refusal in spec.refusals:
+            re.compile(refusal.says)
+            assert refusal.reason
+
+
+def test_every_backend_has_a_spec_and_an_architecture() -> None:
+    assert set(SPECS) == set(Backend)
+    assert all(spec.architectures for spec in SPECS.values())
+    assert [b for b in Backend if not SPECS[b].needs_gpu] == [Backend.INTERPRETER]
+
+
+def test_unknown_backend_lists_those_that_exist() -> None:
+    with pytest.raises(UnknownBackend, match=r"humming-a8.*emulation"):
+        Backend.parse("cuda")
+
+
+def test_tox_environments_are_the_backends() -> None:
+    tox = configparser.ConfigParser(interpolation=None)
+    tox.read(ROOT / "tox.ini")
+    names = {"interpreter"} & {section.removeprefix("testenv:") for section in tox.sections()}
+    generative = [re.fullmatch(r"testenv:\{(.*)\}", section) for section in tox.sections()]
+    names |= {name.strip() for match in generative if match for name in match[1].split(",")}
+    assert names == set(Backend)
+
+
+def test_backend_option_names_every_backend(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit):
+        parser().parse_args(["run", "--help"])
+    assert ", ".join(Backend) in capsys.readouterr().out
+
+
+def test_lanes_are_the_backends_times_their_architectures() -> None:
+    include = json.loads(lanes.matrix(Level.SMOKE))["include"]
+    assert {lane["lane"] for lane in include} == set(Backend)
+    assert len(include) == sum(len(spec.architectures) for spec in SPECS.values())
+    assert all(lane["command"] == f"tox run -e {lane['lane']} -- --level smoke" for lane in include)
+    assert len({(lane["lane"], lane["architecture"]) for lane in include}) == len(include)
+
+
+def test_the_workflow_starts_what_lanes_prints() -> None:
+    text = (ROOT / ".github/workflows/nightly.yml").read_text()
+    assert "fromJSON(needs.lanes.outputs.matrix)" in text
+    assert "matrix.command" in text
