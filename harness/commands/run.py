@@ -33,7 +33,7 @@ def main(arguments: Namespace) -> int:
         f"--maxprocesses={len(pairs)}",
         "--dist=worksteal",
     ]  # at least one: a crash must not take this process
-    code = pytest.main([str(SUITE), "-p", "harness.suite.plugin", "-p", "no:cacheprovider", *workers, *options])
+    code = pytest.main([str(SUITE), "-p", "harness.suite.plugin", "-p", "no:cacheprovider", "-rN", *workers, *options])
     if code == pytest.ExitCode.NO_TESTS_COLLECTED:
         raise Misuse(f"no pair matches -k '{arguments.expression}'; `moediff list --level {arguments.level}` prints the ids")
     return Exit.MISUSE if code == pytest.ExitCode.USAGE_ERROR else int(code)
