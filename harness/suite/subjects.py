@@ -33,5 +33,5 @@ def open_subject(spec: str, backend: Backend) -> Subject:
 
         if fault and fault not in Fault.__members__:
             raise Misuse(f"unknown fault '{fault}'; the faults are {', '.join(Fault.__members__)}")
-        return FakeSubject(Fault[fault] if fault else None)
+        return FakeSubject(Fault[fault] if fault else None, backend)
     raise Misuse(f"unknown subject '{spec}'; say {VLLM}, {FAKE} or {FAKE}:FAULT")
