@@ -17,8 +17,9 @@ that fell the other way, each moving a token's output along one column of w2. It
 the rest is scatter, which the residual e shows. A column that holds at most four fifths of the energy of a token's output has at most
 twice as much along it as across it, so with Cauchy-Schwarz token by token (W the weights of the fit)
 
-    bias = Answer.gain_bias + 2 sum_m |W^-1/2 P_m| |W^1/2 e_m|.
+    bias = Answer.gain_bias + scalars + 2 sum_m |W^-1/2 P_m| |W^1/2 e_m|
 
+where scalars is the error of the fp32 factors all elements of a token share (router weight, activation scales), which do not scatter.
 The smaller of the two is used.
 """
 
@@ -30,6 +31,7 @@ from enum import StrEnum
 import torch
 
 from harness.preimage import half_gaps
+from references.bounds import DIVISION, U32, router_weights
 from references.moe import Answer
 
 _ALONG_OVER_ACROSS = 2.0  # tan of the angle whose cosine squared is 4/5, inverted: sqrt(4/5 / (1/5))
@@ -122,7 +124,7 @@ def gains(answer: Answer, actual: torch.Tensor, experts: int) -> Gains:
     contribution = per_expert(answer, experts)  # [E, M, H]
     contribution = torch.where(usable & torch.isfinite(contribution), contribution, 0.0)
     return Gains(
-        expert=_joint(contribution, noise, answer.gain_bias),
+        expert=_joint(contribution, noise, answer.gain_bias, _scalars(answer, experts)),
         channel=_single(Group.CHANNEL, contribution, noise, 1, answer.gain_bias),
         token=_single(Group.TOKEN, torch.where(usable, answer.expected, 0.0), noise, 1, answer.gain_bias),
     )
@@ -146,7 +148,19 @@ class _Noise:
     weight: torch.Tensor  # 1 / variance, the radius taken as a deviation
 
 
-def _joint(contribution: torch.Tensor, noise: _Noise, gain_bias: float) -> Estimates:
+def _scalars(answer: Answer, experts: int) -> float:
+    """Relative error of the fp32 factors one token's elements share: router weight; a1 and a2 scale, each divided and multiplied in.
+
+    What comes before the activation counts fourfold: act(g) * u is at most of degree 2, and twice that where silu or gelu is steepest
+    relative to its value, short of the far left tail.
+    """
+    weights = answer.routing.topk_weights
+    router = float(((router_weights(weights, experts, False).high - weights) / weights.clamp_min(U32)).max())
+    scale = DIVISION + 2.0 * U32
+    return 4.0 * (router + scale) + scale
+
+
+def _joint(contribution: torch.Tensor, noise: _Noise, gain_bias: float, scalars: float) -> Estimates:
     experts = contribution.shape[0]
     alpha, se, bias = (torch.full((experts,), torch.nan, dtype=torch.float64) for _ in range(3))
     active = (contribution != 0).flatten(1).any(1).nonzero().flatten()
@@ -164,7 +178,7 @@ def _joint(contribution: torch.Tensor, noise: _Noise, gain_bias: float) -> Estim
         proven = estimator.abs() @ noise.radius.flatten()
         by_token = inverse.reshape(len(active), *contribution.shape[1:]).norm(dim=2)  # |W^-1/2 P_m|
         seen = _ALONG_OVER_ACROSS * by_token @ residual.reshape(contribution.shape[1:]).norm(dim=1)
-        bias[active] = gain_bias + torch.minimum(proven, seen)
+        bias[active] = gain_bias + torch.minimum(proven, scalars + seen)
     return Estimates(Group.EXPERT, alpha, se, bias)
 
 

@@ -10,7 +10,7 @@ from cases.batch import Batch
 from cases.case import Entry, MoECase
 from cases.checkpoint import Checkpoint
 from harness.backends import Backend, experts_expected
-from harness.expected import experts
+from harness.expected import experts, routing
 from harness.faults import Fault
 from harness.inject import Inputs, contributions
 from harness.recipes import recipe
@@ -52,12 +52,16 @@ class FakeSubject:
         layer = loaded.handle
         assert isinstance(layer, _Layer)
         case, how = layer.case, layer.recipe
+        if how.router_weight_exact:
+            routed = routing(case, batch, given=True)
+        else:
+            routed = kernel.route(batch.router_logits, case.top_k, case.renormalize)
         inputs = Inputs(
             experts=layer.stored,
             loaded=layer.loaded,
             hidden_states=batch.hidden_states,
             router_logits=batch.router_logits,
-            routing=kernel.route(batch.router_logits, case.top_k, case.renormalize, how.router_weight_exact),
+            routing=routed,
             renormalize=case.renormalize,
             activation=case.activation,
             recipe=how,

@@ -216,11 +216,11 @@ def _act(activation: Activation, x: torch.Tensor) -> torch.Tensor:
             return functional.relu(x).square()
 
 
-def route(router_logits: torch.Tensor, top_k: int, renormalize: bool, exact: bool) -> Routing:
-    """Softmax top-k in float32, or rounded to it once (``exact``: the caller computes the weights, not the layer)."""
-    weights, ids = torch.softmax(router_logits.double() if exact else router_logits.float(), -1).topk(top_k, -1)
+def route(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> Routing:
+    """Softmax top-k in float32."""
+    weights, ids = torch.softmax(router_logits.float(), -1).topk(top_k, -1)
     weights = weights / weights.sum(-1, keepdim=True) if renormalize else weights
-    return Routing(topk_ids=ids, topk_weights=weights.float().double())
+    return Routing(topk_ids=ids, topk_weights=weights.double())
 
 
 def forward(
