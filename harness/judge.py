@@ -1,4 +1,4 @@
-"""Judging: a comparison becomes a verdict. (First slice: [M] replaces it.)"""
+"""Judging: what was compared becomes a verdict, plain data without a tensor. message.py says it in words."""
 
 from __future__ import annotations
 
@@ -6,36 +6,182 @@ from collections.abc import Iterable
 
 import torch
 
+from cases.axes import Data
 from cases.batch import Batch
 from cases.case import MoECase
 from cases.checkpoint import Checkpoint
-from harness.compare import Comparison
-from harness.verdict import Outcome, Verdict
+from harness import expected
+from harness.compare import Comparison, show
+from harness.faults import Fault, applicable
+from harness.fit import affected, fit, gain_residual
+from harness.gains import Gain, Gains, Group, gains
+from harness.inject import Inputs
+from harness.pattern import pattern
+from harness.verdict import FaultFit, Outcome, Verdict
+from references.loading import load
 from references.moe import Answer
 from references.vocabulary import Recipe
 
+EXPLAINS = 0.2  # a fault that leaves more than a fifth of the deviation unexplained names nothing
+HALVES = 0.5  # a factor is established by its own statistics: it names the deviation when it is the larger part of it
+_RUNNERS_UP = 2
+_SHOWN = 8  # gains per verdict
+
 
 def raised(outcome: Outcome, detail: str) -> Verdict:
-    """vLLM raised where the table says it works."""
-    return Verdict(outcome=outcome, claim="vLLM raised", detail=detail, signature=detail.split(":", 1)[0])
+    """vLLM raised where the table says it works. The signature is the exception with its first sentence."""
+    claim = "the checkpoint loads" if outcome is Outcome.LOAD_ERROR else "the loaded layer runs"
+    first = detail.strip().partition("\n")[0]
+    return Verdict(outcome=outcome, claim=f"{claim}; vLLM raised {first}", detail=detail, signature=first)
 
 
 def not_refused(reason: str) -> Verdict:
     """A declared refusal that did not happen."""
-    return Verdict(
-        outcome=Outcome.RUN_ERROR, claim=f"declared as refused ({reason}), but it ran: the table is out of date", signature="NOT_REFUSED"
-    )
+    claim = f"declared as refused ({reason}), but it ran: the table is out of date"
+    return Verdict(outcome=Outcome.RUN_ERROR, claim=claim, signature="NOT_REFUSED")
 
 
 def wrong_class(ran: str, wanted: Iterable[str]) -> Verdict:
     """Another class than the forced backend's ran."""
-    return Verdict(
-        outcome=Outcome.RUN_ERROR, claim=f"{ran} ran where {' or '.join(sorted(wanted))} was forced", signature=f"WRONG_CLASS:{ran}"
-    )
+    claim = f"{ran} ran where {' or '.join(sorted(wanted))} was forced"
+    return Verdict(outcome=Outcome.RUN_ERROR, claim=claim, signature=f"WRONG_CLASS:{ran}")
 
 
 def judge(
     case: MoECase, recipe: Recipe, checkpoint: Checkpoint, batch: Batch, answer: Answer, actual: torch.Tensor, comparison: Comparison
 ) -> Verdict:
-    """The verdict of a pair that ran."""
-    return Verdict(outcome=comparison.outcome, claim="the output lies within the derived interval", margin=comparison.margin)
+    """The verdict of a pair that ran. Faults are fitted only when something is wrong."""
+    if comparison.attributes:
+        return Verdict(outcome=Outcome.MISMATCH, claim="; ".join(comparison.attributes), signature="ATTRIBUTES")
+    measured = gains(answer, actual, case.experts)
+    flagged = measured.flagged()
+    exact = case.data is Data.LATTICE and bool((answer.low == answer.high).all())
+    outcome = comparison.outcome
+    if outcome is Outcome.PASS and flagged:
+        outcome = Outcome.MISMATCH
+    if outcome is Outcome.MISMATCH and exact:
+        outcome = Outcome.NOT_IDENTICAL
+    if outcome in (Outcome.PASS, Outcome.NONDETERMINISTIC):
+        return Verdict(
+            outcome=outcome,
+            claim=_claim(outcome, recipe, exact, comparison, flagged),
+            margin=comparison.margin,
+            gains=_gains(measured, flagged),
+            spread={"changed between two runs": comparison.changed} if comparison.changed else {},
+            signature="" if outcome is Outcome.PASS else outcome.value,
+        )
+    inputs = _inputs(case, recipe, checkpoint, batch, answer)
+    fits = fit(inputs, answer, actual, [fault for fault in Fault if applicable(fault, case, recipe)])[: 1 + _RUNNERS_UP]
+    live = (answer.expected != 0) | (actual != 0)
+    where = pattern(comparison.bad, live, answer.routing.topk_ids) or _gain_pattern(flagged)
+    return Verdict(
+        outcome=outcome,
+        claim=_claim(outcome, recipe, exact, comparison, flagged),
+        margin=comparison.margin,
+        worst=_worst(answer, actual, comparison),
+        spread=_spread(answer, comparison),
+        pattern=where,
+        gains=_gains(measured, flagged),
+        fits=fits,
+        signature=_fault_signature(fits, inputs, answer, comparison) or _gain_signature(answer, actual, flagged) or "UNEXPLAINED",
+    )
+
+
+def _inputs(case: MoECase, recipe: Recipe, checkpoint: Checkpoint, batch: Batch, answer: Answer) -> Inputs:
+    stored = expected.experts(case, checkpoint)
+    return Inputs(
+        experts=stored,
+        loaded=load(stored, recipe),
+        hidden_states=batch.hidden_states,
+        router_logits=batch.router_logits,
+        routing=answer.routing,
+        renormalize=case.renormalize,
+        activation=case.activation,
+        recipe=recipe,
+    )
+
+
+def _claim(outcome: Outcome, recipe: Recipe, exact: bool, comparison: Comparison, flagged: tuple[Gain, ...]) -> str:
+    if outcome is Outcome.NONDETERMINISTIC:
+        return f"two runs on the same input give the same bits; {comparison.changed} elements differ"
+    if exact:
+        claim = f"every sum of this case is exact, so the output equals the reference's (recipe {recipe.name})"
+    else:
+        claim = f"every element lies among the results an honest kernel may give (recipe {recipe.name})"
+    bad = int(comparison.bad.sum())
+    if bad:
+        return f"{claim}; {bad} of {comparison.bad.numel()} do not"
+    if flagged:
+        groups = "group" if len(flagged) == 1 else "groups"
+        return f"{claim}, and on average it is neither more nor less than expected; {len(flagged)} {groups} of elements differ by a factor"
+    return claim
+
+
+def _worst(answer: Answer, actual: torch.Tensor, comparison: Comparison) -> dict[str, object]:
+    """The worst element. Of several infinite margins, the one farthest from what was expected."""
+    distance = (actual.to(torch.float64) - answer.expected).abs().nan_to_num(torch.inf, torch.inf)
+    worst = comparison.margins == comparison.margins.max()
+    flat = int(torch.where(worst, distance, -1.0).argmax())
+    index = (flat // actual.shape[1], flat % actual.shape[1])
+    return {
+        "index": list(index),
+        "actual": float(actual[index]),
+        "bits": show(actual[index]).partition(" ")[2].strip("()"),
+        "expected": float(answer.expected[index]),
+        "low": float(answer.low[index]),
+        "high": float(answer.high[index]),
+        "experts": answer.routing.topk_ids[index[0]].tolist(),
+    }
+
+
+def _spread(answer: Answer, comparison: Comparison) -> dict[str, object]:
+    bad = comparison.bad
+    hit = answer.routing.topk_ids[bad.any(1)]
+    spread: dict[str, object] = {
+        "elements": [int(bad.sum()), bad.numel()],
+        "tokens": [int(bad.any(1).sum()), bad.shape[0]],
+        "channels": [int(bad.any(0).sum()), bad.shape[1]],
+        "experts of bad tokens": sorted(set(hit.flatten().tolist())),
+    }
+    odd = {"NaN on one side": comparison.nan, "infinite on one side": comparison.inf, "changed between two runs": comparison.changed}
+    return spread | {what: count for what, count in odd.items() if count}
+
+
+def _gains(measured: Gains, flagged: tuple[Gain, ...]) -> dict[str, object]:
+    """Every expert's alpha, se and smallest flagged deviation; and the flagged groups."""
+    experts = {
+        str(e): [float(measured.expert.alpha[e]), float(measured.expert.se[e]), measured.expert[(e,)].smallest]
+        for e in torch.isfinite(measured.expert.alpha).nonzero().flatten().tolist()
+    }
+    shown = [
+        {"group": gain.group.value, "index": list(gain.index), "alpha": gain.alpha, "se": gain.se, "smallest": gain.smallest}
+        for gain in flagged[:_SHOWN]
+    ]
+    return {"experts": experts, "flagged": shown, "flagged groups": len(flagged)}
+
+
+def _gain_pattern(flagged: tuple[Gain, ...]) -> str:
+    first = flagged[0]
+    names = {"expert": "expert {}", "channel": "channel {1} of expert {0}", "token": "token {}"}
+    where = names[first.group.value].format(*first.index)
+    rest = f", and {len(flagged) - 1} other groups" if len(flagged) > 1 else ""
+    return f"{where} is {first.alpha:.6g} times what it should be{rest}"
+
+
+def _fault_signature(fits: tuple[FaultFit, ...], inputs: Inputs, answer: Answer, comparison: Comparison) -> str:
+    """``FAULT``, ``FAULT@all`` (every expert it could change), ``FAULT@1,3``; ``NAN``, ``INF``; "" when nothing fits."""
+    if fits and fits[0].residual <= EXPLAINS:
+        best = fits[0]
+        if not best.experts:
+            return best.fault
+        every = affected(Fault[best.fault], inputs, answer)
+        return f"{best.fault}@{'all' if best.experts == every else ','.join(map(str, best.experts))}"
+    return "NAN" if comparison.nan else "INF" if comparison.inf else ""
+
+
+def _gain_signature(answer: Answer, actual: torch.Tensor, flagged: tuple[Gain, ...]) -> str:
+    """``GAIN@3`` (expert), ``GAIN@3.13`` (channel 13 of expert 3), "" when no one factor is most of the deviation."""
+    for gain in flagged[:_SHOWN]:
+        if gain.group is not Group.TOKEN and gain_residual(answer, actual, gain) <= HALVES:
+            return f"GAIN@{'.'.join(map(str, gain.index))}"
+    return ""
