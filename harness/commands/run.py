@@ -27,12 +27,8 @@ def main(arguments: Namespace) -> int:
     options += [f"--case={case}" for case in arguments.cases]
     options += [f"--entry={entry}"] if entry else []
     options += ["-k", arguments.expression] if arguments.expression else []
-    workers = [
-        "-n",
-        arguments.workers,
-        f"--maxprocesses={len(pairs)}",
-        "--dist=worksteal",
-    ]  # at least one: a crash must not take this process
+    # One worker at least, replaced as often as it dies: a crash takes neither this process nor the pairs after it.
+    workers = ["-n", arguments.workers, f"--maxprocesses={len(pairs)}", f"--max-worker-restart={len(pairs)}", "--dist=worksteal"]
     code = pytest.main([str(SUITE), "-p", "harness.suite.plugin", "-p", "no:cacheprovider", "-rN", *workers, *options])
     if code == pytest.ExitCode.NO_TESTS_COLLECTED:
         raise Misuse(f"no pair matches -k '{arguments.expression}'; `moediff list --level {arguments.level}` prints the ids")

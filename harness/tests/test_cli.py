@@ -53,7 +53,7 @@ def test_doctor_says_what_is_installed_and_why_a_backend_cannot_run(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["run", "--backend", "marlin"], "unknown backend 'marlin'; the backends are interpreter, triton"),
+        (["run", "--backend", "abacus"], "unknown backend 'abacus'; the backends are interpreter, triton"),
         (["run", "--level", "all"], "unknown level 'all'; the levels are smoke, nightly, deep"),
         (["list", "--level", "all"], "unknown level 'all'"),
         (["list", "--entry", "back"], "unknown entry 'back'; the entries are layer, fused_experts"),

@@ -18,6 +18,7 @@ from harness.verdict import Outcome
 from reports.records import Record, Status, read
 
 SMOKE = [pair.id for pair in select(Level.SMOKE)]
+FIRST = select(Level.SMOKE)[0]
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -88,7 +89,7 @@ ISSUE = """
 [[issue]]
 id = "stubborn"
 cases = "{cases}"
-entry = "layer"
+entry = "{entry}"
 backends = ["interpreter"]
 vllm = ">=0.1"
 outcome = "{outcome}"
@@ -101,8 +102,8 @@ note = "The stub was told to fail."
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Callable[..., str]:
-    def write(text: str = ISSUE, cases: str = SMOKE[0].partition("[")[0], outcome: str = "MISMATCH") -> str:
-        (tmp_path / "issues.toml").write_text(text.format(cases=cases, outcome=outcome))
+    def write(text: str = ISSUE, cases: str = FIRST.case.id, outcome: str = "MISMATCH") -> str:
+        (tmp_path / "issues.toml").write_text(text.format(cases=cases, outcome=outcome, entry=FIRST.entry))
         return str(tmp_path / "issues.toml")
 
     return write
@@ -152,7 +153,7 @@ def test_a_subject_that_cannot_be_driven_ends_the_run_with_one_sentence(tmp_path
 @pytest.mark.parametrize(
     ("argument", "sentence"),
     [
-        ("--backend=marlin", "unknown backend 'marlin'; the backends are interpreter"),
+        ("--backend=abacus", "unknown backend 'abacus'; the backends are interpreter"),
         ("--level=all", "unknown level 'all'; the levels are smoke, nightly, deep"),
         ("--entry=back", "unknown entry 'back'; the entries are layer"),
         ("--case=int8", "'int8' is not a case"),
