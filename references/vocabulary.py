@@ -84,10 +84,12 @@ class Quotient(StrEnum):
 
 
 class Accumulator(StrEnum):
-    """How a lane adds products; the error model of each is in references/bounds.py."""
+    """How a lane adds products; the error model of each is in references/bounds.py and references/accumulators.py."""
 
     FP32 = "fp32"  # any order of fp32 additions
     INT32 = "int32"  # exact per tile, tiles added in fp32
+    TENSOR_CORE = "tensor_core"  # fp16, bf16 or TF32 operands: 24 bits, truncated; fp32 operands lose their low 13 bits
+    TENSOR_CORE_FP8 = "tensor_core_fp8"  # Hopper's FP8 operands: 14 bits, truncated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +107,7 @@ class ActQuant:
     scale_floor: float = 0.0
     scale_store: Format = Format.FP32  # dtype in which a dynamic scale is divided and kept
     quotient: Quotient = Quotient.ANY
+    power_of_two: bool = False  # a dynamic scale is raised to the next power of two (UE8M0)
 
 
 class RouterWeight(StrEnum):
@@ -113,6 +116,8 @@ class RouterWeight(StrEnum):
     GEMM2 = "gemm2"  # fp32 accumulator of GEMM 2, before its rounding
     GEMM1 = "gemm1"  # fp32 accumulator of GEMM 1, before its rounding (router weight on input, legacy entry)
     INPUT = "input"  # hidden states times the weight rounded to the hidden dtype, product rounded to it (modular path)
+    STORED = "stored"  # GEMM 2's stored result times the weight rounded to the same dtype, product rounded to it
+    SUM = "sum"  # GEMM 2's stored result times the fp32 weight, inside the fp32 sum over k
 
 
 class W13Merge(StrEnum):
@@ -132,6 +137,7 @@ class WeightQuant:
     scale_floor: float = 0.0
     arithmetic: Format = Format.FP32  # dtype in which scale and quotient are computed
     quotient: Quotient = Quotient.ANY
+    power_of_two: bool = False  # the scale is raised to the next power of two (UE8M0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,3 +157,7 @@ class Recipe:
     w13_merge: W13Merge = W13Merge.AS_STORED
     static_scale_max: bool = True  # per-expert static input scales collapse to their maximum
     weight_quant: WeightQuant | None = None  # online only
+    weight_requant: WeightQuant | None = None  # the weights, as loaded or as quantized online, are quantized once more for the kernel
+    weight_scale_store: Format | None = None  # weight scales are rounded to this when the kernel's layout is made
+    weight_store: Format | None = None  # codes times scale are rounded to this before they enter the GEMM; None: scales multiply sums
+    bias_after_store: bool = False  # bias is added to the stored result and the sum rounded again; False: added in fp32 before the store
