@@ -56,6 +56,10 @@ GELU_TANH_ABSOLUTE = 7.0 * 0.4477 * U32 + 2.0 * U32 * 2.0 + 2.0 * U32
 GELU_RELATIVE = 2.0 * U32  # the products by g and by 1/2
 _TINY = 2.0**-126  # results below fp32's normal range may be flushed to zero
 _SILU_OVERFLOW = 88.73 * 2.0**-128  # exp(-g) overflows beyond g = -88.72, which makes silu 0
+# silu to the last bit. From 18 on exp(-g) < 2**-25, also with its error: 1 + exp(-g) rounds to 1 and g / 1, or g times 1 / 1, is g. Up to
+# -110 exp(-g) overflows (from 88.73 on), g / inf is -0, and the exact value rounds to -0 in fp32 too. silu(0) = 0 / 2.
+SILU_IDENTITY_FROM = 18.0
+SILU_ZERO_UP_TO = -110.0
 
 _LEMMA_HALF = 2.0 / (3.0 * math.sqrt(3.0))  # C(1/2)
 _LEMMA_ONE = 0.25  # C(1)
@@ -328,6 +332,7 @@ def activation_interval(activation: Activation, x: Interval) -> Interval:
     match activation:
         case Activation.SILU | Activation.SILU_NO_MUL:
             errors = [SILU * end.abs() + _SILU_OVERFLOW for end in (low, high)]
+            return _where_silu_is_known(x, widen(Interval(low, high), *errors))
         case Activation.GELU | Activation.GELU_NO_MUL:
             errors = [GELU_ABSOLUTE * farthest / 2.0 + GELU_RELATIVE * end.abs() for end in (low, high)]
         case Activation.GELU_TANH:
@@ -335,6 +340,15 @@ def activation_interval(activation: Activation, x: Interval) -> Interval:
         case Activation.RELU2_NO_MUL:  # max and a product: one rounding, that of the store
             return Interval(low, high)
     return widen(Interval(low, high), *errors)
+
+
+def _where_silu_is_known(x: Interval, otherwise: Interval) -> Interval:
+    identity = x.low >= SILU_IDENTITY_FROM
+    zero = (x.high <= SILU_ZERO_UP_TO) | ((x.low == 0) & (x.high == 0))
+    ends = (
+        torch.where(identity, a, torch.where(zero, torch.zeros_like(a), b)) for a, b in ((x.low, otherwise.low), (x.high, otherwise.high))
+    )
+    return Interval(*ends)
 
 
 def router_weights(weights: torch.Tensor, experts: int, exact: bool) -> Interval:
