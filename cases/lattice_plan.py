@@ -32,8 +32,6 @@ CHANNEL_PEAK_AT, CHANNEL_DUMP_AT = 3, 6  # channels of a group of 128 intermedia
 X_EXPONENT = -2
 SMALLEST = 32  # of H and I: fewer leave too few columns beside the special ones
 
-_DYNAMIC = (ActScale.DYNAMIC_TENSOR, ActScale.DYNAMIC_TOKEN, ActScale.DYNAMIC_GROUP128)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Half:
@@ -97,6 +95,7 @@ def plan(case: MoECase) -> Plan:
     power = (1 if tensor_int8 else 2) if relu2 else 32 if tensor_int8 else 64
     gate, up = _gated(case, fp8, tensor_int8) if case.activation.gated else (None, _single(case, fp8, tensor_int8))
     requantized = case.weight_scale is Layout.TENSOR and gate is not None
+    one_amax = case.act_scale is ActScale.DYNAMIC_TENSOR
     plain = case.origin is not Origin.PREQUANTIZED
     return Plan(
         peaks=peaks,
@@ -105,9 +104,9 @@ def plan(case: MoECase) -> Plan:
         up=up,
         a1_exponent=X_EXPONENT + 1 if fp8 else X_EXPONENT,
         a2_exponent=_largest_exponent(case, fp8),
-        up_offsets=(0,) if requantized or plain or relu2 or case.act_scale is ActScale.DYNAMIC_TENSOR else (0, -2, -1, -3),
+        up_offsets=(0,) if gate is None or requantized or plain or one_amax else (0, -2, -1, -3),
         down_codes=8 if fp8 or case.act_scale is ActScale.NONE else 63,
-        down_exponent=-9 if fp8 or case.act_scale is ActScale.NONE else -12,
+        down_exponent=-14 if fp8 or case.act_scale is ActScale.NONE else -17,
         down_spread=4 if case.weight_scale is Layout.BLOCK128 else 6,
     )
 
@@ -126,6 +125,8 @@ def _gated(case: MoECase, fp8: bool, tensor_int8: bool) -> tuple[Half, Half]:
     base = 1 if fp8 else 4 if tensor_int8 else 2
     silu = case.activation is Activation.SILU
     one_scale = case.weight_scale is Layout.TENSOR
+    gate_comps: tuple[int, ...]
+    up_comps: tuple[int, ...]
     if one_scale and case.origin is Origin.ONLINE:  # one scale for gate and up
         gate_comps, up_comps = (2, 4, 3), (0, 2, 1)
     elif one_scale and not fp8:  # whole codes after requantizing to the larger scale, even when one scale is doubled first

@@ -25,11 +25,14 @@ def experts(case: MoECase, checkpoint: Checkpoint) -> tuple[Expert, ...]:
     )
 
 
-def routing(case: MoECase, batch: Batch) -> Routing:
-    """Softmax top-k of the batch's router logits."""
+def routing(case: MoECase, batch: Batch, *, given: bool = False) -> Routing:
+    """Softmax top-k of the batch's router logits; ``given``: as tensors, where the batch has them (the functional entry)."""
+    if given and batch.topk_weights is not None and batch.topk_ids is not None:
+        return Routing(topk_ids=batch.topk_ids, topk_weights=batch.topk_weights.double(), exact=True)
     return route(batch.router_logits, case.top_k, case.renormalize)
 
 
 def expected(case: MoECase, recipe: Recipe, checkpoint: Checkpoint, batch: Batch) -> Answer:
     """The reference evaluated on numbers and on intervals."""
-    return answer(experts(case, checkpoint), batch.hidden_states, routing(case, batch), case.activation, recipe)
+    routed = routing(case, batch, given=recipe.router_weight_exact)
+    return answer(experts(case, checkpoint), batch.hidden_states, routed, case.activation, recipe)

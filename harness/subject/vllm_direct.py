@@ -82,7 +82,7 @@ def run(loaded: Loaded, batch: Batch) -> Ran:
     call = loaded.handle
     assert isinstance(call, _Call)
     hidden_states = batch.hidden_states.to(call.device, copy=True)
-    topk_weights, topk_ids = route(batch.router_logits, call.case.top_k, call.case.renormalize)
+    topk_weights, topk_ids = _routing(call.case, batch)
     with watch(None) as seen:
         try:
             with vllm_compat.forward_context(call.config, hidden_states.shape[0]):
@@ -103,6 +103,13 @@ def run(loaded: Loaded, batch: Batch) -> Ran:
         experts_class=seen.experts[0] if seen.experts else "",
         gemm_dtypes=tuple(seen.gemm_dtypes),
     )
+
+
+def _routing(case: MoECase, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """(topk_weights [M, k] float32, topk_ids [M, k] int32): the batch's own where it has them."""
+    if batch.topk_weights is not None and batch.topk_ids is not None:
+        return batch.topk_weights.clone(), batch.topk_ids.to(torch.int32)
+    return route(batch.router_logits, case.top_k, case.renormalize)
 
 
 def route(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
