@@ -125,33 +125,37 @@ def _spacing(magnitude: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Distance between neighbours of ``fmt`` at ``magnitude``: what any code in a wider interval is a multiple of."""
     info = limits(fmt)
     exponent = torch.frexp(magnitude)[1].to(torch.float64) - info.significand_bits
-    return torch.exp2(exponent).clamp_min(info.min_subnormal)
+    return torch.exp2(exponent).clamp_min(info.min_subnormal).masked_fill(magnitude == 0, info.min_subnormal)
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """One side of a matrix product, [rows, K] float64: values middle +- radius on the grid of ``format``; radius None when exact."""
+    """One side of a matrix product, [rows, K] float64: values middle +- radius on the grid of ``format``; radius None when exact.
+
+    lowest: every possible value is a multiple of it, inf where the value is 0; None for the INT32 accumulator, which does not ask.
+    """
 
     middle: torch.Tensor
     radius: torch.Tensor | None
     magnitude: torch.Tensor
-    lowest: torch.Tensor  # every possible value is a multiple of it; inf where the value is 0
+    lowest: torch.Tensor | None
     format: Format
 
     def __getitem__(self, index: torch.Tensor | tuple[slice, slice]) -> Operand:
         radius = None if self.radius is None else self.radius[index]
-        return Operand(self.middle[index], radius, self.magnitude[index], self.lowest[index], self.format)
+        lowest = None if self.lowest is None else self.lowest[index]
+        return Operand(self.middle[index], radius, self.magnitude[index], lowest, self.format)
 
 
-def operand(x: Interval, fmt: Format) -> Operand:
+def operand(x: Interval, fmt: Format, accumulator: Accumulator) -> Operand:
     """``x`` prepared for products; both ends lie on the grid of ``fmt``."""
-    lowest = lowest_bit(x.low)
+    lowest = None if accumulator is Accumulator.INT32 else lowest_bit(x.low)
     if x.low is x.high:
         return Operand(x.low, None, x.low.abs(), lowest, fmt)
     middle, radius = (x.low + x.high) / 2.0, (x.high - x.low) / 2.0
     magnitude = torch.maximum(x.low.abs(), x.high.abs())
     smallest = torch.maximum(torch.maximum(x.low, -x.high), torch.zeros_like(middle))
-    lowest = torch.where(radius == 0, lowest, _spacing(smallest, fmt))
+    lowest = None if lowest is None else torch.where(radius == 0, lowest, _spacing(smallest, fmt))
     return Operand(middle, radius, magnitude, lowest, fmt)
 
 
@@ -167,6 +171,8 @@ def _accumulation_error(a: Operand, w: Operand, total: torch.Tensor, size: torch
         partial = (size + total) / 2.0
         tiles = -(-terms // _INT8_TILE)
         return torch.where(partial < 2.0**24, torch.zeros_like(partial), (tiles - 1) * _magnitude_ulp(partial) / 2.0)
+    assert a.lowest is not None
+    assert w.lowest is not None
     least = a.lowest.amin(1, keepdim=True) * w.lowest.amin(1)
     partial = (size + total) / 2.0 * (1.0 + 2.0 * terms * U32)  # computed partial sums carry the error themselves
     ulp = _magnitude_ulp(partial)

@@ -45,7 +45,7 @@ def gemm(rows: Operand, a_scale: Interval | None, matrix: Matrix, accumulator: A
     (fused_moe.py, fused_moe_kernel: one dot per 128 of K, times both scales, added to an fp32 accumulator, K ascending): the partial
     results of the groups, each scaled, then added in order.
     """
-    weights = operand(exactly(matrix.codes) if matrix.low is matrix.high else Interval(matrix.low, matrix.high), matrix.format)
+    weights = operand(exactly(matrix.codes) if matrix.low is matrix.high else Interval(matrix.low, matrix.high), matrix.format, accumulator)
     a_groups = 1 if a_scale is None else a_scale.low.shape[1]
     w_groups = 1 if matrix.scale is None else matrix.scale.shape[1]
     if max(a_groups, w_groups) == 1:
@@ -77,7 +77,7 @@ def _expert_gemms(
     trace(f"codes entering {name}", codes)
     if scale is not None:
         trace(f"activation scales of {name}", scale)
-    prepared = operand(codes, recipe.output if how is None else how.format)
+    prepared = operand(codes, recipe.output if how is None else how.format, recipe.accumulator)
     owner = routing.topk_ids.flatten()
     low = rows.low.new_empty(rows.low.shape[0], matrices[0].codes.shape[0])
     high = torch.empty_like(low)

@@ -34,13 +34,21 @@ def _block_scale(w: torch.Tensor, qmax: float) -> torch.Tensor:
     return scale
 
 
-def projection(w: torch.Tensor, fmt: Format, layout: Layout, *, bias: torch.Tensor | None, input_scale: float | None) -> Projection:
-    """``w`` [N, K] float32 quantized per ``layout``."""
+def projection(
+    w: torch.Tensor,
+    fmt: Format,
+    layout: Layout,
+    *,
+    bias: torch.Tensor | None,
+    input_scale: float | None,
+    scale: torch.Tensor | None = None,
+) -> Projection:
+    """``w`` [N, K] float32 quantized per ``layout``, with a TENSOR scale of the caller's choice."""
     qmax = limits(fmt).qmax
     given = None if input_scale is None else torch.tensor(input_scale)
     match layout:
         case Layout.TENSOR:
-            scale = w.abs().max() / qmax
+            scale = w.abs().max() / qmax if scale is None else scale
         case Layout.CHANNEL:
             scale = w.abs().amax(1, keepdim=True) / qmax
         case Layout.BLOCK128:

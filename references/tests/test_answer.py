@@ -15,8 +15,8 @@ from references.formats import torch_dtype
 from references.loading import load
 from references.moe import Answer, Expert, Projection, Routing, forward
 from references.tests.honest import Choices, inside, margin, run
-from references.tests.layers import Layer, make
-from references.vocabulary import Activation, Format, Layout, Quotient, Recipe, Rounding, RouterWeight
+from references.tests.layers import Layer, make, projection
+from references.vocabulary import Activation, ActQuant, Format, Layout, Quotient, Recipe, Rounding, RouterWeight, W13Merge, WeightQuant
 
 CHOICES = (
     Choices(seed=1),
@@ -221,6 +221,57 @@ def test_a_dynamic_scale_that_is_a_power_of_two_keeps_integers_exact() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------------ odds and ends
+
+
+@pytest.mark.parametrize("layout", [Layout.TENSOR, Layout.CHANNEL, Layout.BLOCK128])
+def test_online_quantization_answers_as_the_same_bytes_pre_quantized(layout: Layout) -> None:
+    """TENSOR: one scale over gate and up together, so both halves are quantized with it before they are stored."""
+    plain = make(FP32, FP32, Layout.NONE, None, width=200, inner=128)
+    act = Layout.GROUP128 if layout is Layout.BLOCK128 else Layout.TOKEN
+    how = ActQuant(format=E4M3, layout=act, dynamic=True, scale_floor=1e-12)
+    online = WeightQuant(format=E4M3, layout=layout, quotient=Quotient.DIVIDE)
+    recipe = replace(plain.recipe, a1=how, a2=how, weight_quant=online)
+    got = answer(plain.experts, plain.hidden_states, plain.routing, plain.activation, recipe)
+
+    def stored(expert: Expert) -> Expert:
+        assert expert.gate is not None
+        whole = torch.cat([expert.gate.codes, expert.up.codes])
+        shared = whole.abs().max() / 448 if layout is Layout.TENSOR else None
+        gate, up = (projection(p.codes, E4M3, layout, bias=None, input_scale=None, scale=shared) for p in (expert.gate, expert.up))
+        return Expert(gate=gate, up=up, down=projection(expert.down.codes, E4M3, layout, bias=None, input_scale=None))
+
+    same = tuple(stored(expert) for expert in plain.experts)
+    pre = answer(same, plain.hidden_states, plain.routing, plain.activation, replace(recipe, weight_quant=None))
+    assert torch.equal(got.expected, pre.expected)
+    assert torch.equal(got.low, pre.low)
+    assert torch.equal(got.high, pre.high)
+
+
+@pytest.mark.parametrize("weight", [INT8, E4M3])
+@pytest.mark.parametrize("hidden", [FP32, BF16])
+def test_halves_merged_through_fp16_lie_inside_and_unmerged_ones_outside(weight: Format, hidden: Format) -> None:
+    """As vLLM merges per-tensor halves: w8a8_utils.py, per_tensor_dequantize, then the static quantizer at the larger scale."""
+    layer = make(hidden, weight, Layout.TENSOR, Layout.TOKEN)
+    merged = replace(layer, recipe=replace(layer.recipe, w13_merge=W13Merge.REQUANTIZE_TO_MAX))
+
+    def requantized(part: Projection, largest: torch.Tensor) -> Projection:
+        assert part.scale is not None
+        ratio = (part.codes.half() * part.scale).half().float() / largest
+        codes = ratio.round() if weight is INT8 else ratio
+        return replace(part, codes=codes.to(torch_dtype(weight)), scale=largest)
+
+    def loaded(expert: Expert) -> Expert:
+        assert expert.gate is not None
+        assert expert.gate.scale is not None
+        assert expert.up.scale is not None
+        largest = torch.maximum(expert.gate.scale, expert.up.scale)
+        return replace(expert, gate=requantized(expert.gate, largest), up=requantized(expert.up, largest))
+
+    got = answered(merged)
+    for choices in CHOICES:
+        actual = honest(layer, choices, tuple(loaded(expert) for expert in layer.experts))
+        assert inside(got, actual).all()
+    assert not inside(got, honest(layer, CHOICES[0])).all()  # not merged at all: another layer
 
 
 def test_a_tensor_scale_couples_rows_and_a_token_scale_does_not() -> None:
