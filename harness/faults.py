@@ -70,6 +70,7 @@ class Fault(Enum):
     ROUTER_WEIGHT_DROPPED = "the router weight is not multiplied in"
     ROUTER_WEIGHT_TWICE = "the router weight is multiplied in once more"
     RENORMALIZE_FLIPPED = "router weights are renormalized when they should not be, or the reverse"
+    BIAS_DROPPED = "no bias is added"
     W13_BIAS_DROPPED = "the bias of w13 is not added"
     W2_BIAS_DROPPED = "the bias of w2 is not added"
     BIAS_SCALED = "biases are multiplied by the weight scale"
@@ -247,6 +248,7 @@ _RULES: dict[Fault, tuple[Rule, ...]] = {
     Fault.ROUTER_WEIGHT_DROPPED: (_router_weights,),
     Fault.ROUTER_WEIGHT_TWICE: (_router_weights,),
     Fault.RENORMALIZE_FLIPPED: (_renormalizing,),
+    Fault.BIAS_DROPPED: (_BIAS,),
     Fault.W13_BIAS_DROPPED: (_BIAS,),
     Fault.W2_BIAS_DROPPED: (_BIAS,),
     Fault.BIAS_SCALED: (_BIAS, _QUANTIZED),

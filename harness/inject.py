@@ -221,6 +221,7 @@ _PER_EXPERT: dict[Fault, PerExpert] = {
     Fault.GATE_SCALE_FOR_UP: _w13(_one_scale(lambda gate, up: gate)),
     Fault.UP_SCALE_FOR_GATE: _w13(_one_scale(lambda gate, up: up)),
     Fault.MAX_SCALE_WITHOUT_REQUANT: _w13(_one_scale(torch.maximum)),
+    Fault.BIAS_DROPPED: _both(_w13(_no_bias), _w2(_no_bias)),
     Fault.W13_BIAS_DROPPED: _w13(_no_bias),
     Fault.W2_BIAS_DROPPED: _w2(_no_bias),
     Fault.BIAS_SCALED: _both(_w13(_bias_scaled), _w2(_bias_scaled)),

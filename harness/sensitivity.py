@@ -1,0 +1,214 @@
+"""Every case can fail: named faults put into the fake subject, and what of each is seen.
+
+A trial is one pair with one fault, or with none. A fault must be caught wherever faults.py says it applies; without one nothing may be.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import torch
+from rich.console import Console, Group
+from rich.progress import track
+from rich.table import Table
+
+from cases.batch import make_batch
+from cases.case import Entry, Level, MoECase
+from cases.checkpoint import make_checkpoint
+from cases.generate import pairs
+from harness.backends import Backend
+from harness.compare import compare
+from harness.expected import expected
+from harness.faults import Fault, applicable
+from harness.gains import gains
+from harness.gpus import cores
+from harness.inject import target
+from harness.recipes import recipe
+from harness.subject.fake import FakeSubject
+from harness.verdict import Outcome
+from references.vocabulary import Format
+
+Pair = tuple[MoECase, Entry]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What one fault did to one pair; ``fault`` None: what honesty did."""
+
+    case: str
+    entry: str
+    format: str
+    fault: str | None
+    margin: float
+    outside: bool  # an element left its interval
+    factor: bool  # a gain was flagged
+
+    @property
+    def seen(self) -> bool:
+        """Whether the verdict would not be PASS."""
+        return self.outside or self.factor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolution:
+    """Smallest |gain - 1| that is flagged in one pair."""
+
+    format: str
+    expert: float  # of the expert with the largest share of the output, where EXPERT_GAIN_1_008 is put
+    channel: float  # of its channel with the largest share
+    median_expert: float  # over the experts that contribute
+    median_channel: float
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """All trials of one pair."""
+
+    trials: tuple[Trial, ...]
+    resolution: Resolution
+
+
+def name(case: MoECase) -> str:
+    """The format a case is listed under: weight format and hidden dtype."""
+    return f"{case.weight} {case.dtype}" if case.quantized else f"{case.dtype}"
+
+
+def faults_of(pair: Pair, backend: Backend) -> tuple[Fault, ...]:
+    """Faults the pair must catch."""
+    how = recipe(*pair, backend)
+    return tuple(fault for fault in Fault if applicable(fault, pair[0], how))
+
+
+def show(pair: Pair, backend: Backend, faults: Iterable[Fault] | None = None) -> Shown:
+    """The pair without a fault, then with each of ``faults`` (all that apply)."""
+    case, entry = pair
+    checkpoint, batch = make_checkpoint(case), make_batch(case)
+    answer = expected(case, recipe(case, entry, backend), checkpoint, batch)
+    trials = []
+    resolution = None
+    for fault in (None, *(faults_of(pair, backend) if faults is None else faults)):
+        subject = FakeSubject(fault, backend)
+        actual = subject.run(subject.load(case, entry, checkpoint), batch).output
+        comparison, measured = compare(answer, actual), gains(answer, actual, case.experts)
+        trials.append(
+            Trial(
+                case=case.id,
+                entry=entry.value,
+                format=name(case),
+                fault=None if fault is None else fault.name,
+                margin=float("inf") if comparison.margin is None else comparison.margin,
+                outside=comparison.outcome is not Outcome.PASS,
+                factor=bool(measured.flagged()),
+            )
+        )
+        if fault is None:
+            expert, channel = target(answer.contributions, answer.routing)
+            experts, channels = measured.expert.smallest(), measured.channel.smallest()
+            resolution = Resolution(
+                format=name(case),
+                expert=float(experts[expert]),
+                channel=float(channels[expert, channel]),
+                median_expert=float(experts.nanmedian()),
+                median_channel=float(channels.nanmedian()),
+            )
+    assert resolution is not None
+    return Shown(tuple(trials), resolution)
+
+
+def sample(backend: Backend, per_fault: int) -> dict[Pair, tuple[Fault, ...]]:
+    """Smoke pairs spread evenly over those each fault applies to, ``per_fault`` of each; the same every time."""
+    smoke = pairs(Level.SMOKE)
+    where: dict[Fault, list[Pair]] = defaultdict(list)
+    for pair in smoke:
+        for fault in faults_of(pair, backend):
+            where[fault].append(pair)
+    chosen: dict[Pair, list[Fault]] = defaultdict(list)
+    for number, fault in enumerate(Fault):
+        among = where[fault]
+        step = max(1, len(among) // per_fault)
+        for pair in among[number % step :: step][:per_fault]:
+            chosen[pair].append(fault)
+    return {pair: tuple(faults) for pair, faults in chosen.items()}
+
+
+def table(backend: Backend) -> Group:
+    """Every smoke pair with every fault that applies, as tables; minutes of work, on all cores."""
+    smoke = pairs(Level.SMOKE)
+    with ProcessPoolExecutor(cores(), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        work = pool.map(partial(show, backend=backend), smoke, chunksize=4)
+        shown = list(track(work, "sensitivity", total=len(smoke), console=Console(stderr=True), transient=True))
+    return render([trial for each in shown for trial in each.trials], [each.resolution for each in shown])
+
+
+def render(trials: Sequence[Trial], resolutions: Sequence[Resolution]) -> Group:
+    """Tables of trials and of smallest flagged gains."""
+    return Group(_faults(trials), _honest(trials), _gains(resolutions))
+
+
+def missed(trials: Iterable[Trial]) -> Iterator[Trial]:
+    """Trials that went the wrong way: a fault unseen, or an honest result accused."""
+    return (trial for trial in trials if trial.seen == (trial.fault is None))
+
+
+def _kind(trial: Trial) -> str:
+    kinds = {Format.INT8.value: "INT8", Format.E4M3FN.value: "FP8"}
+    return kinds.get(trial.format.partition(" ")[0], "unquantized")
+
+
+def _faults(trials: Sequence[Trial]) -> Table:
+    kinds = ("INT8", "FP8", "unquantized")
+    found = Table(
+        "fault", title="Faults caught of those injected; margin (worst error over allowed): smallest, median", title_justify="left"
+    )
+    for kind in kinds:
+        found.add_column(kind, justify="right")
+    for fault in Fault:
+        cells = []
+        for kind in kinds:
+            these = [trial for trial in trials if trial.fault == fault.name and _kind(trial) == kind]
+            margins = sorted(trial.margin for trial in these)
+            seen = sum(trial.seen for trial in these)
+            cells.append(f"{seen}/{len(these)}  {margins[0]:.2g} {median(margins):.2g}" if these else "")
+        found.add_row(fault.name, *cells)
+    return found
+
+
+def _honest(trials: Sequence[Trial]) -> Table:
+    found = Table("format", "pairs", "accused", "median margin", "largest", title="The honest fake", title_justify="left")
+    by_format = defaultdict(list)
+    for trial in trials:
+        if trial.fault is None:
+            by_format[trial.format].append(trial)
+    for fmt, these in sorted(by_format.items()):
+        margins = [trial.margin for trial in these]
+        found.add_row(fmt, str(len(these)), str(sum(t.seen for t in these)), f"{median(margins):.3f}", f"{max(margins):.3f}")
+    return found
+
+
+def _gains(resolutions: Sequence[Resolution]) -> Table:
+    found = Table(
+        "format",
+        "expert: median pair",
+        "worst pair",
+        "channel: median pair",
+        "worst pair",
+        "any expert",
+        "any channel",
+        title="Smallest |gain - 1| flagged, for the expert and channel with the largest share; and the median of all of them",
+        title_justify="left",
+    )
+    by_format = defaultdict(list)
+    for each in resolutions:
+        by_format[each.format].append(each)
+    for fmt, these in sorted(by_format.items()):
+        expert, channel = [each.expert for each in these], [each.channel for each in these]
+        everyone, everywhere = median(each.median_expert for each in these), median(each.median_channel for each in these)
+        found.add_row(
+            fmt, *(f"{value:.2g}" for value in (median(expert), max(expert), median(channel), max(channel), everyone, everywhere))
+        )
+    return found
