@@ -23,9 +23,10 @@ class Pair(NamedTuple):
         return f"{self.case.id}[{self.entry}]"
 
 
-def repeat(pair: Pair, backend: Backend) -> str:
+def repeat(pair: Pair, backend: Backend, subject: str = "vllm") -> str:
     """The command that runs this pair alone."""
-    return f"moediff run {pair.case.id} --entry {pair.entry} --backend {backend}"
+    other = "" if subject == "vllm" else f" --subject {subject}"
+    return f"moediff run {pair.case.id} --entry {pair.entry} --backend {backend}{other}"
 
 
 def parse_level(text: str) -> Level:

@@ -73,14 +73,16 @@ def _news(records: Sequence[Record], stale: Sequence[str]) -> list[Text]:
     if not news and not stale:
         return [Text("Nothing new: every pair ended as the ledger says", "green")]
     lines = [Text(f"New: {len(news)} pairs", "bold red")] if news else []
-    lines += [Text(f"  {record.verdict.outcome} {record.pair}: {_first_line(record)}") for record in news[:_SHOWN]]
+    lines += [Text(f"  {record.verdict.outcome} {record.pair}: {_why(record)}") for record in news[:_SHOWN]]
     if len(news) > _SHOWN:
         lines.append(Text(f"  and {len(news) - _SHOWN} more in the records"))
     return [*lines, *(Text(sentence, "bold red") for sentence in stale)]
 
 
-def _first_line(record: Record) -> str:
-    return (record.news or record.verdict.claim).strip().partition("\n")[0]
+def _why(record: Record) -> str:
+    if record.ledger:  # the ledger's own sentence: stopped failing, or fails differently
+        return record.news.strip().partition("\n")[0]
+    return f"{record.verdict.claim} ({record.verdict.signature})" if record.verdict.signature else record.verdict.claim
 
 
 def _where(records: Sequence[Record], where: str) -> list[Text]:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from cases.batch import Batch
     from cases.case import Entry, MoECase
     from cases.checkpoint import Checkpoint
-    from harness.backends import Backend
     from harness.ledger import Judged
     from harness.pairs import Pair
     from harness.subject import Loaded, Ran, Subject
@@ -92,7 +91,7 @@ class Worker:
             start,
             verdict=result.verdict,
             status=Status(judged.standing) if judged.as_expected else Status.NEW,
-            news="" if judged.as_expected else news(pair, options.backend, result.verdict, judged),
+            news="" if judged.as_expected else news(pair, options, result.verdict, judged, self._environment),
             ledger=judged.issue.id if judged.issue else "",
             link=judged.issue.link if judged.issue else "",
             ran=result.extras,
@@ -107,10 +106,12 @@ class Worker:
         self._recorder.close()
 
 
-def news(pair: Pair, backend: Backend, verdict: Verdict, judged: Judged) -> str:
-    """What a reader who has never seen the harness needs: what is new, what was seen, how to see it again."""
-    lines = [judged.sentence, verdict.claim, verdict.pattern, verdict.detail, f"again: {repeat(pair, backend)}"]
-    return "\n".join(line for line in lines if line)
+def news(pair: Pair, options: Options, verdict: Verdict, judged: Judged, environment: dict[str, str]) -> str:
+    """What is new in a sentence, then everything a reader needs who has never seen the harness."""
+    from harness.message import message
+
+    again = repeat(pair, options.backend, options.subject)
+    return f"{judged.sentence}\n{message(verdict, pair=pair.id, backend=options.backend, environment=environment, again=again)}"
 
 
 def peak_rss_bytes() -> int:

@@ -116,10 +116,14 @@ def test_a_fake_subject_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         preflight.check(Backend.INTERPRETER, "vllm")
 
 
+def outside() -> dict[str, str]:
+    """The environment without what xdist sets around this test."""
+    return {name: value for name, value in child_environ().items() if not name.startswith("PYTEST_")}
+
+
 def stubbed(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    outside = {name: value for name, value in child_environ().items() if not name.startswith("PYTEST_")}
     command = [sys.executable, "-m", "harness.cli", "run", "--subject=fake", f"--records={tmp_path / 'out'}", *arguments]
-    environ = {**outside, "PYTEST_PLUGINS": "harness.tests.stub_run"}
+    environ = {**outside(), "PYTEST_PLUGINS": "harness.tests.stub_run"}
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environ, timeout=300)
 
 
@@ -134,6 +138,27 @@ def test_run_with_an_expression_that_matches_nothing_is_misuse(tmp_path: Path) -
     done = stubbed(tmp_path, "-k", "nothing_like_this", "--backend", "interpreter")
     assert done.returncode == Exit.MISUSE
     assert done.stderr == "moediff: no pair matches -k 'nothing_like_this'; `moediff list --level smoke` prints the ids\n"
+
+
+def test_a_planted_fault_is_found_named_and_repeatable_without_vllm(tmp_path: Path) -> None:
+    case = "int8-channel-static-quark-silu-fp16-e4k2m8h128i64-balanced"
+    options = ["--backend=interpreter", f"--records={tmp_path}", case, "--entry=fused_experts"]
+    command = [sys.executable, "-m", "harness.cli", "run", *options]
+    honest, faulty = (
+        subprocess.run([*command, f"--subject={subject}"], capture_output=True, text=True, check=False, env=outside())
+        for subject in ("fake", "fake:W2_SCALE_OF_NEIGHBOUR_EXPERT")
+    )
+    assert honest.returncode == 0, honest.stdout
+    assert faulty.returncode == 1
+    assert "known as W2_SCALE_OF_NEIGHBOUR_EXPERT" in faulty.stdout
+    assert f"again    moediff run {case} --entry fused_experts --backend interpreter --subject fake:W2_SCALE" in faulty.stdout
+
+
+def test_an_unknown_fault_is_misuse(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "harness.cli", "run", FIRST.case.id, "--subject=fake:RUST", f"--records={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=outside())
+    assert done.returncode == Exit.MISUSE
+    assert "moediff: unknown fault 'RUST'; the faults are ZERO_OUTPUT" in done.stderr
 
 
 def test_collecting_nightly_imports_neither_torch_nor_vllm() -> None:

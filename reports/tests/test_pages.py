@@ -21,17 +21,18 @@ RECORDS = [
     record("b", Outcome.MISMATCH, Status.KNOWN, ledger="int8-static-channel", link=LINK),
     record("c", Outcome.MISMATCH, Status.KNOWN, ledger="int8-static-channel", link=LINK),
     record("d", Outcome.MISMATCH, Status.NEW, news="expert 3 <is> wrong\nsecond line"),
+    record("e", Outcome.MISMATCH, Status.NEW, ledger="x", news="entry 'x' expects RUN_ERROR\nsecond line"),
 ]
 
 
 def test_the_summary_counts_confirms_and_names_what_is_new() -> None:
     text = summary.render(RECORDS, where="some/where", width=200)
     lines = text.splitlines()
-    assert any("MISMATCH" in line and [n for n in line.replace("│", " ").split() if n.isdigit()] == ["3", "0", "2", "1"] for line in lines)
+    assert any("MISMATCH" in line and [n for n in line.replace("│", " ").split() if n.isdigit()] == ["4", "0", "2", "2"] for line in lines)
     assert f"int8-static-channel: 2 pairs · W_SCALE_FLAT_INDEX@1,2 · {LINK}" in text
-    assert "New: 1 pairs" in text
-    assert "d[layer]: expert 3 <is> wrong" in text
-    assert "second line" not in text
+    assert "New: 2 pairs" in text
+    assert "MISMATCH d[layer]: inside the interval (W_SCALE_FLAT_INDEX@1,2)" in text
+    assert "MISMATCH e[layer]: entry 'x' expects RUN_ERROR\n" in text
     assert "peak worker memory 3.00 GiB" in text
     assert "median pair 0.50 s" in text
     assert lines[-1] == "Records: some/where"
@@ -49,7 +50,7 @@ def test_a_ledger_entry_that_matched_nothing_is_no_clean_run() -> None:
 
 def test_the_page_shows_every_pair_and_escapes_what_it_is_given() -> None:
     page = html.render(RECORDS)
-    for case in "abcd":
+    for case in "abcde":
         assert f"<code>{case}[layer]</code>" in page
     assert "expert 3 &lt;is&gt; wrong" in page
     assert f'<a href="{LINK}">' in page
