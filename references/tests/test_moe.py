@@ -91,7 +91,8 @@ def test_the_router_weight_enters_where_the_recipe_says(placement: RouterWeight)
     routing = Routing(topk_ids=torch.tensor([[0]]), topk_weights=torch.tensor([[0.5]], dtype=torch.float64))
     expert = Expert(gate=None, up=eye(1.0), down=eye(1.0))
     got = answer((expert,), torch.tensor([[4.0, -4.0]]), routing, Activation.RELU2_NO_MUL, recipe(None, placement=placement))
-    assert got.expected.tolist() == [[8.0 if placement is RouterWeight.GEMM2 else 4.0, 0.0]]
+    squared = placement in (RouterWeight.GEMM1, RouterWeight.INPUT)
+    assert got.expected.tolist() == [[4.0 if squared else 8.0, 0.0]]
     assert torch.equal(got.low, got.expected)
     assert torch.equal(got.high, got.expected)
 
