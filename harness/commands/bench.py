@@ -17,7 +17,7 @@ from rich.table import Table
 
 from cases.case import Level
 from harness.backends import Backend
-from harness.commands.output import draw, say
+from harness.commands.output import draw
 from harness.commands.run import SUITE
 from harness.environment import child_environ, environment
 from harness.exits import Exit, Misuse
@@ -120,7 +120,7 @@ def sensitivity(backend: Backend) -> int:
     """Every fault against every smoke case it applies to."""
     from harness.sensitivity import table
 
-    say(table(backend))
+    draw(table(backend))
     return Exit.AS_THE_LEDGER_SAYS
 
 
