@@ -6,6 +6,7 @@ once. Neither does anything to a process that does not call it.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -13,6 +14,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from harness.subject import SubjectUnavailable
+from harness.subject.interpreter import libcuda
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -31,6 +33,9 @@ ENVIRONMENT = {
 DEFAULTS = {  # what the user has set wins
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TORCH_COMPILE_DISABLE": "1",  # vLLM compiles small helpers; tracing one costs seconds, and the code is the same uncompiled
+    # Unset, importing cutlass (vLLM does) creates a directory in the temporary one; nothing is compiled in this lane.
+    "CUTE_DSL_CACHE_DIR": os.devnull,
+    "CUTE_EXPERIMENTAL_DSL_CACHE_DIR": os.devnull,
 }
 
 _activated = False
@@ -81,6 +86,15 @@ def prepare_environment() -> None:
     os.environ.update(ENVIRONMENT)
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
+    _keep_torch_out_of_the_temporary_directory()
+
+
+def _keep_torch_out_of_the_temporary_directory() -> None:
+    """Importing torch's compiler creates its cache directory, used or not; it goes beside ours where that can be written."""
+    directory = libcuda.cache_directory() / "torchinductor"
+    with contextlib.suppress(OSError):
+        directory.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(directory))
 
 
 def activate() -> None:
@@ -97,8 +111,6 @@ def activate() -> None:
         raise SubjectUnavailable("vllm is not installed in this environment: install vllm, or run `tox run -e interpreter`")
     if not any(point.name == ENTRY_POINT_NAME for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)):
         sys.meta_path.append(_SourceTreeFinder())
-
-    from harness.subject.interpreter import libcuda
 
     libcuda.load_stub()
     libcuda.import_extensions()

@@ -96,6 +96,17 @@ def load_stub(functions: tuple[str, ...] = FUNCTIONS) -> None:
     ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
+def _extensions() -> tuple[str, ...]:
+    spec = importlib.util.find_spec("vllm")
+    places = list(spec.submodule_search_locations or []) if spec else []
+    files = sorted(file for place in places for pattern in ("_C*.so", "_moe_C*.so") for file in Path(place).glob(pattern))
+    if not files:
+        raise SubjectUnavailable(
+            f"no compiled extension (_C*.so, _moe_C*.so) beside vllm in {places}: install vllm's CUDA wheel, not a source tree"
+        )
+    return tuple(f"vllm.{file.name.split('.')[0]}" for file in files)
+
+
 def import_extensions() -> tuple[str, ...]:
     """Import every extension of vLLM that registers operators for ``_C`` and ``_moe_C``; names found, sorted.
 
@@ -104,14 +115,7 @@ def import_extensions() -> tuple[str, ...]:
     Raises:
         SubjectUnavailable: there is none, or one cannot be imported.
     """
-    spec = importlib.util.find_spec("vllm")
-    places = list(spec.submodule_search_locations or []) if spec else []
-    files = sorted(file for place in places for pattern in ("_C*.so", "_moe_C*.so") for file in Path(place).glob(pattern))
-    names = tuple(f"vllm.{file.name.split('.')[0]}" for file in files)
-    if not names:
-        raise SubjectUnavailable(
-            f"no compiled extension (_C*.so, _moe_C*.so) beside vllm in {places}: install vllm's CUDA wheel, not a source tree"
-        )
+    names = _extensions()
     for name in names:
         asked: set[str] = set()
         while True:

@@ -83,9 +83,7 @@ def topk_softmax(
     weights.copy_(chosen)
     ids.copy_(order.to(ids.dtype))
     rows = logits.shape[0]
-    token_expert_indices.copy_(
-        (torch.arange(top_k)[None, :] * rows + torch.arange(rows)[:, None]).to(token_expert_indices.dtype)
-    )
+    token_expert_indices.copy_((torch.arange(top_k)[None, :] * rows + torch.arange(rows)[:, None]).to(token_expert_indices.dtype))
 
 
 def moe_align_block_size(
@@ -122,9 +120,7 @@ def moe_align_block_size(
         scatter_idx.copy_(torch.where(local >= 0, index, torch.full_like(index, -1)).to(scatter_idx.dtype).reshape(scatter_idx.shape))
 
 
-def moe_sum(
-    x: torch.Tensor, out: torch.Tensor, topk_ids: torch.Tensor | None = None, expert_map: torch.Tensor | None = None
-) -> None:
+def moe_sum(x: torch.Tensor, out: torch.Tensor, topk_ids: torch.Tensor | None = None, expert_map: torch.Tensor | None = None) -> None:
     """out[m] = sum over slots of x[m, slot], float32, slot by slot, rounded once. Slots without a local expert are skipped."""
     total = torch.zeros(x.shape[0], x.shape[2])
     for slot in range(x.shape[1]):

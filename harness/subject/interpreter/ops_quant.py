@@ -69,9 +69,7 @@ def dynamic_scaled_int8_quant(out: torch.Tensor, x: torch.Tensor, scales: torch.
     out.copy_(to_int8_rn(rows * inverse).reshape(out.shape))
 
 
-def static_scaled_fp8_quant(
-    out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, group_shape: Sequence[int] | None = None
-) -> None:
+def static_scaled_fp8_quant(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, group_shape: Sequence[int] | None = None) -> None:
     """code = e4m3(x * (1 / scale)). One scale, or [M / group_m, N / group_n], or one dimension with ``group_shape``."""
     _check_scale(scale)
     rows, columns = x.numel() // x.shape[-1], x.shape[-1]

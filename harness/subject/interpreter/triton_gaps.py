@@ -51,8 +51,11 @@ def _narrow(*handles: object) -> bool:
 def fill_casts() -> bool:
     """float32 -> bfloat16 truncates, int -> bfloat16 keeps the integer as a bit pattern, fp8 casts round half up."""
     builder = interpreter.interpreter_builder
-    above_tie = Handle(np.array([1.0 + 3 * 2.0**-9], np.float32), tl.float32)
-    if builder.create_fp_trunc(above_tie, tl.bfloat16).data[0] == 0x3F81:
+    telling = Handle(np.array([1 + 3 * 2.0**-9, 1 + 2.0**-8, 2 - 2.0**-9], np.float32), tl.float32)  # above a tie, a tie, a carry
+    integer = Handle(np.array([1], np.int8), tl.int8)
+    if builder.create_fp_trunc(telling, tl.bfloat16).data.tolist() == [0x3F81, 0x3F80, 0x4000] and (
+        builder.create_si_to_fp(integer, tl.bfloat16).data[0] == 0x3F80
+    ):
         return False
     original = Builder.cast_impl
 
@@ -60,10 +63,7 @@ def fill_casts() -> bool:
         source, target = src.dtype.scalar, dst_type.scalar
         if source.name not in _NARROW and target.name not in _NARROW:
             return original(self, src, dst_type)
-        if source.name in _NARROW:
-            values = to_float32(src.data, source)
-        else:  # through float64: an int32 or a float64 rounds once more only beyond 53 bits
-            values = src.data.astype(np.float64).astype(np.float32)
+        values = to_float32(src.data, source) if source.name in _NARROW else src.data.astype(np.float32)
         return Handle(from_float32(values, target), target)
 
     Builder.cast_impl = cast
@@ -79,7 +79,7 @@ def fill_casts() -> bool:
 
 
 def fill_arithmetic() -> bool:
-    """bfloat16 operands of elementwise operations are added, compared and selected as unsigned integers."""
+    """bfloat16 and fp8 operands of elementwise operations are added, compared and clamped as unsigned integers."""
     builder = interpreter.interpreter_builder
     one = Handle(np.array([0x3F80], np.uint16), tl.bfloat16)
     if builder.create_fadd(one, one).data[0] == 0x4000:
@@ -90,7 +90,7 @@ def fill_arithmetic() -> bool:
 
         def method(self: object, *args: object) -> object:
             *handles, operation = args
-            if not _narrow(*handles) or operation in _BITWISE:
+            if not _narrow(*handles) or operation in _ON_BITS:
                 return original(self, *args)
             narrow = next(handle.dtype.scalar for handle in handles if _narrow(handle))
             widened = [
@@ -103,7 +103,7 @@ def fill_arithmetic() -> bool:
 
         setattr(Builder, name, method)
 
-    for name in ("binary_op", "unary_op"):
+    for name in ("unary_op", "binary_op", "ternary_op"):
         wrap(name)
     fma = Builder.create_fma
 
@@ -117,7 +117,7 @@ def fill_arithmetic() -> bool:
     return True
 
 
-_BITWISE = (np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.left_shift, np.right_shift)
+_ON_BITS = (np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.left_shift, np.right_shift, np.where)
 
 
 def fill_dot() -> bool:
