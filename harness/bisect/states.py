@@ -1,0 +1,174 @@
+"""The same pairs, bytes and seeds in every state: one fresh process per state, side by side."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from harness.backends import SPECS, Backend
+from harness.bisect.observe import Observation, unavailable
+from harness.bisect.trees import Tree
+from harness.bisect.trouble import Exit
+from harness.bisect.worker import Task
+from harness.gpus import cores, visible_gpus, worker_environment
+from harness.pairs import Pair
+from harness.verdict import Outcome, Verdict
+
+WORKER = "harness.bisect.worker"
+PATIENCE = 900.0  # seconds without a word from a worker
+_ROOT = Path(__file__).parent.parent.parent
+
+
+class WorkerBroke(Exception):
+    """The harness itself failed in a worker; holds what it printed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateRun:
+    """What one state did. ``unavailable`` says why it could not be driven at all."""
+
+    tree: Tree
+    observations: dict[str, Observation]  # by pair id
+    subject: str = ""
+    unavailable: str = ""
+    open_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is run in every state."""
+
+    pairs: tuple[Pair, ...]
+    backend: Backend
+    subject: str = "vllm"
+    controls: bool = False
+
+
+def run(trees: Sequence[Tree], plan: Plan, *, keep: Path | None = None) -> list[StateRun]:
+    """Every pair in every tree, as many trees at once as there are cores. ``keep``: a folder for tensors, one subfolder per state.
+
+    Raises:
+        WorkerBroke: the harness itself failed.
+    """
+    with ThreadPoolExecutor(max_workers=max(1, min(cores(), len(trees)))) as pool:
+        jobs = [pool.submit(run_one, tree, plan, keep=keep and keep / str(i), lane=i) for i, tree in enumerate(trees)]
+        return [job.result() for job in jobs]
+
+
+def run_one(tree: Tree, plan: Plan, *, keep: Path | None = None, lane: int = 0) -> StateRun:
+    """Every pair in one tree. A worker that dies is named by the pair it died in, and another goes on with the rest."""
+    if keep:
+        keep.mkdir(parents=True, exist_ok=True)
+    story = _Story()
+    with tempfile.TemporaryDirectory(prefix="moediff-") as folder:
+        while left := [pair for pair in plan.pairs if pair.id not in story.observations]:
+            task = Task(
+                pairs=tuple((pair.case.id, pair.entry.value) for pair in left),
+                backend=plan.backend.value,
+                subject=plan.subject,
+                tree=str(tree.paths[0]) if tree.paths else "",
+                events=str(Path(folder) / "events.jsonl"),
+                keep=str(keep) if keep else "",
+                controls=plan.controls,
+            )
+            code = _work(task, tree, plan.backend, lane, Path(folder))
+            story = story.read(Path(task.events))
+            if story.unavailable or code == Exit.GOOD:
+                break
+            story = story.died(code, (Path(folder) / "stderr").read_text(errors="replace"))
+    return StateRun(
+        tree=tree,
+        observations=story.observations or {pair.id: unavailable(pair.id, story.unavailable) for pair in plan.pairs},
+        subject=story.subject,
+        unavailable=story.unavailable,
+        open_seconds=story.open_seconds,
+    )
+
+
+def environment(tree: Tree, backend: Backend, lane: int = 0) -> dict[str, str]:
+    """The environment of a process that drives ``tree``: its folders first on the path, then this source tree."""
+    paths = [*map(str, tree.paths), *([] if _ROOT.name == "site-packages" else [str(_ROOT)])]
+    own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": ""}
+    return {**os.environ, **worker_environment(backend, f"gw{lane}", visible_gpus()), **dict(SPECS[backend].environment), **own}
+
+
+def _work(task: Task, tree: Tree, backend: Backend, lane: int, folder: Path) -> int:
+    """Run one worker to its end; its exit code, negative for a signal, -SIGALRM for one that was silent too long."""
+    task.write(folder / "task.json")
+    events = Path(task.events)
+    events.unlink(missing_ok=True)
+    command = [sys.executable, "-P", "-m", WORKER, str(folder / "task.json")]
+    with (folder / "stderr").open("wb") as stderr:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment(tree, backend, lane), stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr
+        )
+        try:
+            heard = time.monotonic()
+            size = 0
+            while (code := process.poll()) is None:
+                time.sleep(0.05)
+                if events.exists() and events.stat().st_size != size:
+                    size, heard = events.stat().st_size, time.monotonic()
+                if time.monotonic() - heard > PATIENCE:
+                    return -signal.SIGALRM
+            return code
+        finally:
+            process.kill()
+            process.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Story:
+    """What the workers of one state have told so far."""
+
+    observations: dict[str, Observation] = field(default_factory=dict)
+    started: str = ""
+    subject: str = ""
+    unavailable: str = ""
+    open_seconds: float = 0.0
+
+    def read(self, events: Path) -> _Story:
+        story = self
+        lines = events.read_text(encoding="utf-8").splitlines(keepends=True) if events.exists() else []
+        for line in lines:
+            if not line.endswith("\n"):
+                break  # a killed worker's last line
+            match json.loads(line):
+                case {"opened": {"subject": subject, "seconds": seconds}}:
+                    story = replace(story, subject=subject, open_seconds=seconds)
+                case {"unavailable": sentence}:
+                    story = replace(story, unavailable=sentence)
+                case {"started": pair}:
+                    story = replace(story, started=pair)
+                case {"observed": given}:
+                    seen = Observation.from_dict(given)
+                    story = replace(story, started="", observations=story.observations | {seen.pair: seen})
+        return story
+
+    def died(self, code: int, said: str) -> _Story:
+        """A signal's victim is an observation of the pair in progress; any other end is ours."""
+        last = next((line for line in reversed(said.splitlines()) if line.strip()), "")
+        if code >= 0 or not self.started:
+            if code >= 0:
+                raise WorkerBroke(f"a worker ended with exit code {code}:\n{said}")
+            return replace(self, unavailable=f"the process ended by {signal.Signals(-code).name} while vllm was imported: {last}")
+        name = signal.Signals(-code).name
+        if -code == signal.SIGALRM:
+            seen = unavailable(self.started, f"nothing was heard from this pair for {PATIENCE:.0f} s: the process was ended")
+        elif -code == signal.SIGKILL:
+            seen = unavailable(self.started, "the process was killed from outside (memory?): run fewer states at once")
+        else:
+            detail = f"the process ended by {name} in this pair: {last}"
+            seen = Observation(
+                pair=self.started, verdict=Verdict(outcome=Outcome.RUN_ERROR, claim="the pair runs", detail=detail, signature=name)
+            )
+        return replace(self, started="", observations=self.observations | {seen.pair: seen})
