@@ -72,7 +72,7 @@ def _truncation(a: Operand, w: Operand) -> Pull:
         left, right = a[k], w[k]
         middle = left.middle[:, None] * right.middle
         magnitude = left.magnitude[:, None] * right.magnitude
-        lowest = (left.lowest[:, None] * right.lowest).nan_to_num(nan=torch.inf)  # type: ignore[operator]  # 0 * inf: the product is 0
+        lowest = (a.lowest[k][:, None] * w.lowest[k]).nan_to_num(nan=torch.inf)  # 0 * inf: the product is 0
         quantum = _quantum(torch.maximum(torch.maximum(down - low, high + up), magnitude.amax(2)))
         lost = torch.minimum(magnitude, (quantum[:, :, None] - lowest).clamp_min(0.0))
         spread = magnitude - middle.abs()

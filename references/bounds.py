@@ -25,9 +25,10 @@ from dataclasses import dataclass
 
 import torch
 
+from references.accumulators import truncates, truncation
 from references.activations import function_range
 from references.formats import limits, round_to, saturate
-from references.quantize import Quantized, multiplier, quotient, symmetric
+from references.quantize import Quantized, multiplier, next_power_of_two, quotient, symmetric
 from references.scales import expand, group_amax
 from references.vocabulary import Accumulator, Activation, ActQuant, Format, Quotient, Rounding, WeightQuant
 
@@ -43,6 +44,8 @@ DIVISION = 2.0 * _ULP
 QUOTIENT = DIVISION
 # exp in fp32: 2 ulp (CUDA C++ Programming Guide, table of maximum ulp errors, expf; Sleef u10 used by torch on CPUs: 1 ulp).
 EXP = 2.0 * _ULP
+# exp2(ceil(log2(x))): log2f, 1 ulp of results up to 16 (CUDA C++ Programming Guide), may reach the integer from above.
+LOG2 = 16.0 * _ULP
 # silu = g / (1 + exp(-g)) or g * (1 / (1 + exp(-g))): exp, the addition, the division, the product.
 SILU = EXP + U32 + U32 + U32
 # gelu = g/2 * (1 + erf(g * 0.70710678)): argument 2u (constant, product) times max |z erf'(z)| = 0.4840; the addition u * 2; erf: 2 ulp in
@@ -141,7 +144,7 @@ class Operand:
     lowest: torch.Tensor | None
     format: Format
 
-    def __getitem__(self, index: torch.Tensor | tuple[slice, slice]) -> Operand:
+    def __getitem__(self, index: torch.Tensor | slice | tuple[slice, slice]) -> Operand:
         radius = None if self.radius is None else self.radius[index]
         lowest = None if self.lowest is None else self.lowest[index]
         return Operand(self.middle[index], radius, self.magnitude[index], lowest, self.format)
@@ -176,8 +179,8 @@ def _accumulation_error(a: Operand, w: Operand, total: torch.Tensor, size: torch
     least = a.lowest.amin(1, keepdim=True) * w.lowest.amin(1)
     partial = (size + total) / 2.0 * (1.0 + 2.0 * terms * U32)  # computed partial sums carry the error themselves
     ulp = _magnitude_ulp(partial)
-    classical = (terms - 1) * ulp / 2.0
-    if limits(a.format).significand_bits + limits(w.format).significand_bits <= 24:  # every product is an fp32 number
+    classical = terms * ulp if truncates(accumulator) else (terms - 1) * ulp / 2.0
+    if truncates(accumulator) or limits(a.format).significand_bits + limits(w.format).significand_bits <= 24:  # products are fp32 numbers
         root_a, root_w = a.lowest.rsqrt(), w.lowest.rsqrt()
         whole = torch.zeros_like(partial[:, :1])
         if a.radius is not None:  # intervals around zero are multiples of next to nothing: counted whole, they do not drown their row
@@ -202,6 +205,9 @@ def matmul(a: Operand, w: Operand, accumulator: Accumulator) -> Interval:
         spread = spread + a.radius @ w.magnitude.T
     if w.radius is not None:
         spread = spread + a.middle.abs() @ w.radius.T
+    if accumulator is Accumulator.TENSOR_CORE_FP8:
+        pull = truncation(a, w)
+        return Interval(centre - spread - pull.down, centre + spread + pull.up)
     radius = spread + _accumulation_error(a, w, centre.abs() + spread, size, accumulator)
     return Interval(centre - radius, centre + radius)
 
@@ -236,7 +242,8 @@ def _scale_interval(amax: Interval, how: ActQuant) -> Interval:
         if how.quotient is Quotient.ANY:
             exact = round_to(ratio, Format.FP32) * qmax == end
             ratio = torch.where(exact, ratio, ratio * (1.0 + direction * DIVISION))
-        ends.append(torch.maximum(round_to(ratio, how.scale_store), floor))
+        scale = torch.maximum(round_to(ratio, how.scale_store), floor)
+        ends.append(next_power_of_two(scale * (1.0 - LOG2) if direction < 0 else scale) if how.power_of_two else scale)
     return Interval(ends[0], ends[1])
 
 

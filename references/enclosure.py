@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from references.accumulators import tf32
 from references.bounds import (
     Interval,
     Operand,
@@ -20,8 +21,9 @@ from references.bounds import (
     sum_over_slots,
     times,
 )
+from references.formats import round_to
 from references.loading import LoadedExpert, Matrix
-from references.moe import Routing, static_rows
+from references.moe import Routing, reads_tf32, static_rows
 from references.scales import GROUP
 from references.vocabulary import Accumulator, Activation, ActQuant, Format, Recipe, RouterWeight
 
@@ -74,6 +76,8 @@ def _expert_gemms(
 ) -> Interval:
     """All experts' GEMM over the flattened (token, slot) rows [M*k, K] -> stored result [M*k, N]."""
     codes, scale = (rows, None) if how is None else quantize(rows, how, static_scale)
+    if how is None and reads_tf32(recipe):
+        codes = exactly(tf32(codes.low)) if codes.low is codes.high else Interval(tf32(codes.low), tf32(codes.high))
     trace(f"codes entering {name}", codes)
     if scale is not None:
         trace(f"activation scales of {name}", scale)
@@ -88,13 +92,22 @@ def _expert_gemms(
         trace(f"codes of expert {e}'s weights in {name}", Interval(matrix.low, matrix.high))
         x = gemm(prepared[mine], None if scale is None else scale[mine], matrix, recipe.accumulator)
         trace(f"sums of {name} in expert {e}", x)
-        if matrix.bias is not None:
+        if matrix.bias is not None and not recipe.bias_after_store:
             x = store(Interval(x.low + matrix.bias, x.high + matrix.bias), Format.FP32)
         if weights is not None:
             x = store(times(x, weights[mine]), Format.FP32)
+        if recipe.bias_after_store:
+            x = _bias_on_stored(_store_through(x, recipe.compute), matrix, recipe.compute[-1])
         low[mine], high[mine] = x.low, x.high
     trace(f"results of {name}, with bias and router weight", Interval(low, high))
-    return _store_through(Interval(low, high), recipe.compute)
+    return Interval(low, high) if recipe.bias_after_store else _store_through(Interval(low, high), recipe.compute)
+
+
+def _bias_on_stored(x: Interval, matrix: Matrix, fmt: Format) -> Interval:
+    if matrix.bias is None:
+        return x
+    bias = round_to(matrix.bias, fmt)
+    return store(Interval(x.low + bias, x.high + bias), fmt)
 
 
 def _activated(h13: Interval, activation: Activation, recipe: Recipe, trace: Trace) -> Interval:
@@ -154,6 +167,10 @@ def enclose(
         trace,
         "GEMM 2",
     )
+    if recipe.router_weight is RouterWeight.STORED:
+        out = store(times(out, store(flat, recipe.output)), recipe.output)
+    if recipe.router_weight is RouterWeight.SUM:
+        out = store(times(out, flat), Format.FP32)  # the exact product too, where it is fused into the addition
     total = sum_over_slots(Interval(out.low.reshape(tokens, top_k, -1), out.high.reshape(tokens, top_k, -1)))
     trace("the sum over k", total)
     return total

@@ -13,6 +13,7 @@ import torch
 
 from references.bounds import requantized_hull, weight_code_hull
 from references.formats import decode
+from references.kernel_layout import for_kernel
 from references.quantize import Quantized, quantize_weights, requantize_to_max
 from references.scales import GROUP, expand, groups
 from references.vocabulary import ActQuant, Format, Layout, Recipe, W13Merge, WeightQuant
@@ -151,5 +152,6 @@ def load(experts: Sequence[Expert], recipe: Recipe) -> tuple[LoadedExpert, ...]:
     for index, expert in enumerate(experts):
         down = _stored(expert.down)
         w2 = down if recipe.weight_quant is None else _online(down, recipe.weight_quant)
-        out.append(LoadedExpert(w13=_w13(expert, recipe), w2=w2, a1_scale=first[index], a2_scale=second[index]))
+        w13, w2 = for_kernel(_w13(expert, recipe), recipe), for_kernel(w2, recipe)
+        out.append(LoadedExpert(w13=w13, w2=w2, a1_scale=first[index], a2_scale=second[index]))
     return tuple(out)

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from references.accumulators import tf32
 from references.activations import function
 from references.formats import round_to
 from references.quantize import quantize_activations
-from references.vocabulary import Activation, ActQuant, Format, Layout, Recipe, RouterWeight
+from references.vocabulary import Accumulator, Activation, ActQuant, Format, Layout, Recipe, RouterWeight
 
 if TYPE_CHECKING:
     from references.loading import LoadedExpert, Matrix
@@ -79,6 +80,17 @@ def quantized_rows(rows: torch.Tensor, how: ActQuant | None, static_scale: torch
     return quantized.codes * quantized.scale
 
 
+def entering(rows: torch.Tensor, how: ActQuant | None, recipe: Recipe, static_scale: torch.Tensor | None) -> torch.Tensor:
+    """``quantized_rows``, and TF32 where a tensor core reads fp32 rows."""
+    values = quantized_rows(rows, how, static_scale)
+    return tf32(values) if how is None and reads_tf32(recipe) else values
+
+
+def reads_tf32(recipe: Recipe) -> bool:
+    """Whether unquantized operands are fp32 and meet tensor cores."""
+    return recipe.accumulator is Accumulator.TENSOR_CORE and recipe.compute[-1] is Format.FP32
+
+
 def round_through(values: torch.Tensor, formats: tuple[Format, ...]) -> torch.Tensor:
     """``values`` rounded to each format in turn."""
     for fmt in formats:
@@ -113,29 +125,40 @@ def forward(
             raise ValueError(f"the router weight can be applied to the hidden states for top-k 1 only, got {top_k}")
         x = round_to(x * round_to(weights, hidden_format), hidden_format)
     rows = x.repeat_interleave(top_k, 0)
-    first = quantized_rows(rows, recipe.a1, static_rows([e.a1_scale for e in loaded], routing.topk_ids))
+    first = entering(rows, recipe.a1, recipe, static_rows([e.a1_scale for e in loaded], routing.topk_ids))
     owner = routing.topk_ids.flatten()
     used = [(e, (owner == e).nonzero().flatten()) for e in range(len(loaded))]
     h13 = x.new_empty(tokens * top_k, loaded[0].w13.codes.shape[0])
     for e, mine in used:
         if mine.numel():
-            product = _gemm(first[mine], loaded[e].w13)
+            product = _gemm(first[mine], loaded[e].w13, recipe)
             product = product * weights[mine] if recipe.router_weight is RouterWeight.GEMM1 else product
-            h13[mine] = round_through(product, recipe.compute)
+            h13[mine] = _stored(product, loaded[e].w13, recipe)
     intermediate = round_to(_activated(h13, activation, recipe), recipe.activation_store)
-    second = quantized_rows(intermediate, recipe.a2, static_rows([e.a2_scale for e in loaded], routing.topk_ids))
+    second = entering(intermediate, recipe.a2, recipe, static_rows([e.a2_scale for e in loaded], routing.topk_ids))
     out = x.new_empty(tokens * top_k, loaded[0].w2.codes.shape[0])
     for e, mine in used:
         if mine.numel():
-            product = _gemm(second[mine], loaded[e].w2)
+            product = _gemm(second[mine], loaded[e].w2, recipe)
             product = product * weights[mine] if recipe.router_weight is RouterWeight.GEMM2 else product
-            out[mine] = round_through(product, recipe.compute)
+            out[mine] = _stored(product, loaded[e].w2, recipe)
+    if recipe.router_weight is RouterWeight.STORED:
+        out = round_to(out * round_to(weights, hidden_format), hidden_format)
+    if recipe.router_weight is RouterWeight.SUM:
+        out = out * weights
     return out.reshape(tokens, top_k, -1)
 
 
-def _gemm(rows: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+def _gemm(rows: torch.Tensor, matrix: Matrix, recipe: Recipe) -> torch.Tensor:
     product = rows @ matrix.values().T
-    return product if matrix.bias is None else product + matrix.bias
+    return product if matrix.bias is None or recipe.bias_after_store else product + matrix.bias
+
+
+def _stored(product: torch.Tensor, matrix: Matrix, recipe: Recipe) -> torch.Tensor:
+    product = round_through(product, recipe.compute)
+    if matrix.bias is None or not recipe.bias_after_store:
+        return product
+    return round_to(product + round_to(matrix.bias, recipe.compute[-1]), recipe.compute[-1])
 
 
 def _activated(h13: torch.Tensor, activation: Activation, recipe: Recipe) -> torch.Tensor:

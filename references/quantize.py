@@ -34,10 +34,17 @@ class Quantized:
 
 
 def dynamic_scale(amax: torch.Tensor, how: ActQuant | WeightQuant) -> torch.Tensor:
-    """max(amax / qmax, floor) in the recipe's scale dtype; amax float64, any shape."""
+    """max(amax / qmax, floor) in the recipe's scale dtype, or the power of two not below it; amax float64, any shape."""
     store = how.scale_store if isinstance(how, ActQuant) else how.arithmetic
     scale = round_to(amax / limits(how.format).qmax, store)
-    return torch.maximum(scale, round_to(torch.tensor(how.scale_floor, dtype=torch.float64), store))
+    scale = torch.maximum(scale, round_to(torch.tensor(how.scale_floor, dtype=torch.float64), store))
+    return next_power_of_two(scale) if how.power_of_two else scale
+
+
+def next_power_of_two(x: torch.Tensor) -> torch.Tensor:
+    """The smallest power of two that is not below x > 0; 0 stays 0. UE8M0's rounding of a scale (OCP MX 1.0, section 5.4)."""
+    mantissa, exponent = torch.frexp(x)
+    return torch.ldexp(torch.where(x == 0, 0.0, 1.0), torch.where(mantissa == 0.5, exponent - 1, exponent))
 
 
 def multiplier(scale: torch.Tensor, amax: torch.Tensor | None, how: ActQuant | WeightQuant) -> torch.Tensor | None:

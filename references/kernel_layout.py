@@ -1,0 +1,72 @@
+"""What making a kernel's own layout does to a loaded matrix: a second quantization, rounded scales, weights multiplied out, TF32."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from references.accumulators import tf32
+from references.formats import round_to, saturate
+from references.quantize import dynamic_scale, quantize_weights, symmetric
+from references.scales import GROUP, group_amax, groups
+from references.vocabulary import Accumulator, Format, Layout, Recipe, WeightQuant
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from references.loading import Matrix
+
+
+def for_kernel(matrix: Matrix, recipe: Recipe) -> Matrix:
+    """``matrix`` as the kernel's own layout holds it."""
+    if recipe.weight_requant is not None and matrix.scale is not None:
+        matrix = _quantized_again(matrix, recipe.weight_requant)
+    if recipe.weight_scale_store is not None and matrix.scale is not None:
+        matrix = replace(matrix, scale=round_to(matrix.scale, recipe.weight_scale_store))
+    if recipe.weight_store is not None and matrix.scale is not None:
+        matrix = _multiplied_out(matrix, recipe.weight_store)
+    if recipe.accumulator is Accumulator.TENSOR_CORE and matrix.format is Format.FP32:
+        matrix = _mapped(matrix, tf32)
+    return matrix
+
+
+def _mapped(matrix: Matrix, step: Callable[[torch.Tensor], torch.Tensor]) -> Matrix:
+    """``step``, which is monotone, over the codes and both ends."""
+    codes = step(matrix.codes)
+    exact = matrix.low is matrix.codes and matrix.high is matrix.codes
+    return replace(matrix, codes=codes, low=codes if exact else step(matrix.low), high=codes if exact else step(matrix.high))
+
+
+def _per_element(scale: torch.Tensor, columns: int) -> torch.Tensor:
+    return scale if scale.shape[1] == 1 else scale.repeat_interleave(GROUP, 1)[:, :columns]
+
+
+def _multiplied_out(matrix: Matrix, fmt: Format) -> Matrix:
+    assert matrix.scale is not None
+    scale = _per_element(matrix.scale, matrix.codes.shape[1])
+    return replace(_mapped(matrix, lambda codes: round_to(codes * scale, fmt)), scale=None, format=fmt)
+
+
+def _quantized_again(matrix: Matrix, how: WeightQuant) -> Matrix:
+    """fp8_utils.py, requant_weight_ue8m0_inplace: fp32(code * scale), then a power-of-two block scale, by which dividing is exact.
+
+    Raises:
+        NotImplementedError: for any other layout or scale; no kernel asks for one.
+    """
+    if how.layout is not Layout.BLOCK128 or not how.power_of_two:
+        raise NotImplementedError("a second quantization is known for 128 x 128 blocks and power-of-two scales only")
+    assert matrix.scale is not None
+    before = _per_element(matrix.scale, matrix.codes.shape[1])
+    quantized = quantize_weights(round_to(matrix.codes * before, Format.FP32), how)
+    scale = quantized.scale[:, ::GROUP][:, : groups(matrix.codes.shape[1])]
+    changed = replace(matrix, codes=quantized.codes, low=quantized.codes, high=quantized.codes, scale=scale)
+    if matrix.low is matrix.codes and matrix.high is matrix.codes:
+        return changed
+    ends = [round_to(end * before, Format.FP32) for end in (matrix.low, matrix.high)]
+    same = all(torch.equal(dynamic_scale(group_amax(end, how.layout), how), quantized.group_scale) for end in ends)
+    if not same:
+        raise NotImplementedError("codes in doubt change the block's largest value; the scale would be in doubt too")
+    low, high = (symmetric(saturate(end / quantized.scale, how.format, how.rounding), how.format) for end in ends)
+    return replace(changed, low=low, high=high)
