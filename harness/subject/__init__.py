@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
     from cases.batch import Batch
     from cases.case import Entry, MoECase
     from cases.checkpoint import Checkpoint
+    from harness.subject.views import View
 
 
 class SubjectError(Exception):
@@ -64,4 +67,13 @@ class Subject(Protocol):
 
     def run(self, loaded: Loaded, batch: Batch) -> Ran:
         """One forward. Raises RunFailed."""
+        ...
+
+
+@runtime_checkable
+class TakesViews(Protocol):
+    """A subject whose functional entry can be handed scale tensors in other shapes and strides."""
+
+    def load_viewed(self, case: MoECase, checkpoint: Checkpoint, views: Mapping[str, View]) -> Loaded:
+        """As ``load`` through the functional entry; views: by name, ``w1_scale``, ``w2_scale``, ``a1_scale``, ``a2_scale``."""
         ...

@@ -24,9 +24,12 @@ from harness.subject import Loaded, LoadFailed, Ran, RunFailed, vllm_compat
 from harness.subject.dtypes import TORCH
 from harness.subject.errors import verbatim
 from harness.subject.observe import LEGACY, watch
+from harness.subject.views import View, view
 from references.vocabulary import Format, Layout
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from cases.batch import Batch
     from cases.case import MoECase
     from cases.checkpoint import Checkpoint
@@ -48,14 +51,15 @@ class _Call:
     device: str
 
 
-def load(case: MoECase, checkpoint: Checkpoint, device: str) -> Loaded:
-    """Stack the checkpoint's tensors and build the quant config.
+def load(case: MoECase, checkpoint: Checkpoint, device: str, views: Mapping[str, View] | None = None) -> Loaded:
+    """Stack the checkpoint's tensors and build the quant config; ``views``: scale tensors handed over in another form.
 
     Raises:
         LoadFailed: vLLM's config builder raised.
     """
     surface = vllm_compat.probe_surface()
     stacked = {name: tensor.to(device) for name, tensor in stack(case, checkpoint.tensors).items()}
+    stacked |= {name: view(stacked[name], how) for name, how in (views or {}).items()}
     dtype = TORCH[case.dtype]
     config = vllm_compat.vllm_config(
         "triton", dtype, experts=case.experts, top_k=case.top_k, hidden=case.hidden, intermediate=case.intermediate

@@ -10,11 +10,14 @@ from harness.subject import Loaded, LoadFailed, Ran, RunFailed, SubjectError, Su
 from references.vocabulary import Format, Layout
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
     from cases.batch import Batch
     from cases.case import MoECase
     from cases.checkpoint import Checkpoint
+    from harness.subject.views import View
 
 PREFIX = "model.layers.0.mlp.experts"
 ONLINE = {
@@ -76,6 +79,18 @@ class VllmSubject:
 
                 return vllm_direct.load(case, checkpoint, self.device)
             return self._load_layer(case, checkpoint)
+
+    def load_viewed(self, case: MoECase, checkpoint: Checkpoint, views: Mapping[str, View]) -> Loaded:
+        """The functional entry with scale tensors handed over as ``views`` say.
+
+        Raises:
+            LoadFailed: vLLM's config builder raised.
+        """
+        from harness.subject import vllm_direct
+        from harness.subject.hygiene import pristine
+
+        with pristine():
+            return vllm_direct.load(case, checkpoint, self.device, views)
 
     def run(self, loaded: Loaded, batch: Batch) -> Ran:
         """One forward of ``batch``.

@@ -7,22 +7,26 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from cases.case import Entry
 from harness import ledger
 from harness.environment import environment, version
 from harness.ledger import Ledger
 from harness.pairs import repeat
+from harness.subject import TakesViews
 from harness.suite import subjects
 from reports.records import Record, Recorder, Start, Status, broke
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from cases.batch import Batch
-    from cases.case import Entry, MoECase
+    from cases.case import MoECase
     from cases.checkpoint import Checkpoint
     from harness.ledger import Judged
     from harness.pairs import Pair
     from harness.subject import Loaded, Ran, Subject
+    from harness.subject.views import View
     from harness.suite.options import Options
     from harness.verdict import Verdict
 
@@ -41,6 +45,13 @@ class Staged:
         loaded = self._subject.load(case, entry, checkpoint)
         self._recorder.stage("loaded")
         return loaded
+
+    def load_viewed(self, case: MoECase, checkpoint: Checkpoint, views: Mapping[str, View]) -> Loaded:
+        """As the subject's; a subject without views loads what the views show."""
+        self._recorder.stage("load")
+        if isinstance(self._subject, TakesViews):
+            return self._subject.load_viewed(case, checkpoint, views)
+        return self._subject.load(case, Entry.FUSED_EXPERTS, checkpoint)
 
     def run(self, loaded: Loaded, batch: Batch) -> Ran:
         """As the subject's."""

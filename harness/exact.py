@@ -1,0 +1,190 @@
+"""Asking a subject for one exact relation of one pair, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from harness import expected, judge, relations_formats, relations_rows, relations_scales
+from harness.backends import declared_refusal, experts_expected
+from harness.faults import Fault, applicable
+from harness.flat import flat_elements
+from harness.inject import Inputs, contributions, separable
+from harness.relations import CLAIMS, Relation
+from harness.relations_check import Broken, Setting, Variant, check
+from harness.subject import LoadFailed, RunFailed, SubjectError, TakesViews
+from harness.verdict import Outcome, Verdict
+from references.enclosure import enclose
+from references.formats import round_to
+from references.loading import load
+from references.moe import forward
+
+if TYPE_CHECKING:
+    from harness.subject import Loaded, Subject
+
+BUILDERS: dict[Relation, Callable[[Setting], Iterator[Variant]]] = {
+    Relation.REFERENCE: relations_rows.reference,
+    Relation.REPEATED: relations_rows.repeated,
+    Relation.UNROUTED_SCALE: relations_scales.unrouted_scale,
+    Relation.DOWN_DOUBLES: relations_scales.down_doubles,
+    Relation.DOWN_SCALE: relations_scales.down_scale,
+    Relation.UP_MULTIPLIES: relations_scales.up_multiplies,
+    Relation.UP_SCALE: relations_scales.up_scale,
+    Relation.GATE_SCALE: relations_scales.gate_scale,
+    Relation.INPUT_SCALE: relations_scales.input_scale,
+    Relation.PERMUTED_EXPERTS: relations_rows.permuted_experts,
+    Relation.PERMUTED_TOKENS: relations_rows.permuted_tokens,
+    Relation.DROPPED_TOKENS: relations_rows.dropped_tokens,
+    Relation.MULTIPLIED_TOKENS: relations_rows.multiplied_tokens,
+    Relation.OTHER_FORMAT: relations_formats.other_format,
+    Relation.ONLINE_AS_PREQUANTIZED: relations_formats.online_as_prequantized,
+    Relation.WEIGHT_ON_INPUT: relations_formats.weight_on_input,
+    Relation.SCALE_VIEWS: relations_formats.scale_views,
+}
+
+_REASONED = ("ValueError", "AssertionError", "NotImplementedError", "RuntimeError", "TypeError")  # with a text of its own
+
+
+@dataclass(slots=True)
+class Drive:
+    """A subject that loads a setting once, however many relations start from it. Holds the last one."""
+
+    subject: Subject
+    _setting: Setting | None = None
+    _started: tuple[Loaded, torch.Tensor] | None = None
+    refused: list[str] = field(default_factory=list)  # views that were refused with a reason, since the last verdict
+
+    def start(self, setting: Setting) -> tuple[Loaded, torch.Tensor]:
+        """The loaded layer and its output [M, H]. Raises SubjectError."""
+        if self._setting is not setting or self._started is None:
+            loaded = self._load(setting, Variant(change="", setting=setting))
+            self._setting, self._started = setting, (loaded, self._run(loaded, setting))
+        return self._started
+
+    def before(self, variant: Variant, setting: Setting) -> torch.Tensor:
+        """What the variant is compared with. Raises SubjectError."""
+        if variant.start is None:
+            return self.start(setting)[1]
+        return self._run(self._load(variant.start, Variant(change="", setting=variant.start)), variant.start)
+
+    def after(self, variant: Variant, setting: Setting) -> torch.Tensor:
+        """What became of it. Raises SubjectError."""
+        if variant.between is not None:
+            self._run(self._load(variant.between, Variant(change="", setting=variant.between)), variant.between)
+        loaded = self.start(setting)[0] if variant.reuse else self._load(variant.setting, variant)
+        return self._run(loaded, variant.setting)
+
+    def _load(self, setting: Setting, variant: Variant) -> Loaded:
+        if variant.views and isinstance(self.subject, TakesViews):
+            return self.subject.load_viewed(setting.case, setting.checkpoint, variant.views)
+        return self.subject.load(setting.case, setting.entry, setting.checkpoint)
+
+    def _run(self, loaded: Loaded, setting: Setting) -> torch.Tensor:
+        ran = self.subject.run(loaded, setting.batch)
+        if ran.experts_class not in (wanted := experts_expected(setting.case, setting.entry, setting.backend)):
+            raise RunFailed(f"{ran.experts_class} ran where {' or '.join(sorted(wanted))} was forced")
+        return ran.output
+
+
+def examine(relation: Relation, setting: Setting, drive: Drive) -> tuple[tuple[Broken, Variant, torch.Tensor], ...]:
+    """Every variant of the relation that broke it, with the output that did.
+
+    Raises:
+        SubjectError: the subject raised where it may not refuse.
+    """
+    found = []
+    for variant in BUILDERS[relation](setting):
+        try:
+            before = drive.before(variant, setting)
+            after = drive.after(variant, setting)
+        except SubjectError as error:
+            if variant.may_refuse and _reasoned(error):
+                drive.refused.append(f"{variant.change}: {error.detail}")
+                continue
+            raise
+        if (broken := check(relation, variant, before, after)) is not None:
+            found.append((broken, variant, after))
+    return tuple(found)
+
+
+def verdict(relation: Relation, setting: Setting, drive: Drive) -> Verdict:
+    """PASS, NOT_IDENTICAL with what broke, or what vLLM raised."""
+    drive.refused.clear()
+    try:
+        found = examine(relation, setting, drive)
+    except SubjectError as error:
+        outcome = Outcome.LOAD_ERROR if isinstance(error, LoadFailed) else Outcome.RUN_ERROR
+        refusal = declared_refusal(setting.case, setting.entry, setting.backend)
+        if refusal is not None and error.refused and refusal.matches(error.detail):
+            return Verdict(outcome=Outcome.UNSUPPORTED, claim=f"refused by design: {refusal.reason}", detail=error.detail)
+        return judge.raised(outcome, error.detail)
+    if not found:
+        return Verdict(outcome=Outcome.PASS, claim=CLAIMS[relation], margin=0.0, detail="\n".join(drive.refused))
+    broken, variant, after = found[0]
+    cause = identify(variant.setting, after) if variant.setting.proof is not None else ""
+    repeated = relation is Relation.REPEATED
+    details = [str(each) for each, _, _ in found]
+    if cause.startswith(("W_SCALE_FLAT", "W13_SCALE_FLAT", "W2_SCALE_FLAT")) and len(broken.index) == 2:
+        details[0] += "\n" + flat_elements(variant.setting, cause, broken.index)
+    return Verdict(
+        outcome=Outcome.NONDETERMINISTIC if repeated else Outcome.NOT_IDENTICAL,
+        claim=f"{CLAIMS[relation]}; {len(found)} of its changes do otherwise",
+        pattern=f"predicted: {broken.predicted}; moved: {broken.moved}",
+        spread={"elements": [broken.differing, broken.of]},
+        detail="\n".join(details),
+        signature=outcome_signature(cause, repeated),
+    )
+
+
+def outcome_signature(cause: str, repeated: bool) -> str:
+    """What the ledger matches."""
+    return Outcome.NONDETERMINISTIC.value if repeated else cause or "UNEXPLAINED"
+
+
+def identify(setting: Setting, actual: torch.Tensor) -> str:
+    """The first fault of faults.py that predicts every element of ``actual``, as a signature; "" when none does.
+
+    A fault can lead out of the lattice: then every element lies in the interval of the faulty recipe.
+    """
+    how = setting.recipe
+    stored = expected.experts(setting.case, setting.checkpoint)
+    inputs = Inputs(
+        experts=stored,
+        loaded=load(stored, how),
+        hidden_states=setting.batch.hidden_states,
+        router_logits=setting.batch.router_logits,
+        routing=setting.routing,
+        renormalize=setting.case.renormalize,
+        activation=setting.case.activation,
+        recipe=how,
+    )
+    values = actual.to(torch.float64)
+    for fault in Fault:
+        if applicable(fault, setting.case, how) and _predicts(fault, inputs, values):
+            return f"{fault.name}@all" if separable(fault) else fault.name
+    return ""
+
+
+def _predicts(fault: Fault, inputs: Inputs, actual: torch.Tensor) -> bool:
+    seen: list[Inputs] = []
+
+    def evaluate(changed: Inputs) -> torch.Tensor:
+        seen.append(changed)
+        return forward(changed.loaded, changed.hidden_states, changed.routing, changed.activation, changed.recipe)
+
+    output = inputs.recipe.output
+    if torch.equal(round_to(contributions(fault, inputs, evaluate).sum(1), output), actual):
+        return True
+    changed = seen[-1]
+    if changed is inputs:
+        return False  # a fault of the contributions: no interval of its own
+    bounds = enclose(changed.loaded, changed.hidden_states, changed.routing, changed.activation, changed.recipe)
+    return bool(((round_to(bounds.low, output) <= actual) & (actual <= round_to(bounds.high, output))).all())
+
+
+def _reasoned(error: SubjectError) -> bool:
+    kind, _, text = error.detail.partition(":")
+    return kind in _REASONED and bool(text.strip())

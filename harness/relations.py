@@ -1,0 +1,219 @@
+"""Exact relations: what must happen to the bits of the output when something small is done to the layer or the batch.
+
+Names, claims and exemptions. No torch: tests are collected from here. What a relation does is in relations_scales.py, relations_rows.py
+and relations_formats.py; relations_check.py compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from cases.case import Entry, InvalidCase, MoECase, Origin, entry_takes
+from cases.doors import closed
+from cases.roles import empty_expert
+from references.vocabulary import Activation, CheckpointFormat, Format, Layout, Recipe, RouterWeight
+
+
+class Relation(StrEnum):
+    """Closed. Values are what test ids and records say."""
+
+    REFERENCE = "reference"
+    REPEATED = "repeated"
+    UNROUTED_SCALE = "unrouted_scale"
+    DOWN_DOUBLES = "down_doubles"
+    DOWN_SCALE = "down_scale"
+    UP_MULTIPLIES = "up_multiplies"
+    UP_SCALE = "up_scale"
+    GATE_SCALE = "gate_scale"
+    INPUT_SCALE = "input_scale"
+    PERMUTED_EXPERTS = "permuted_experts"
+    PERMUTED_TOKENS = "permuted_tokens"
+    DROPPED_TOKENS = "dropped_tokens"
+    MULTIPLIED_TOKENS = "multiplied_tokens"
+    OTHER_FORMAT = "other_format"
+    ONLINE_AS_PREQUANTIZED = "online_as_prequantized"
+    WEIGHT_ON_INPUT = "weight_on_input"
+    SCALE_VIEWS = "scale_views"
+
+
+CLAIMS: dict[Relation, str] = {
+    Relation.REFERENCE: "every step is exact, so the output equals the reference's",
+    Relation.REPEATED: "the same layer gives the same bits twice, loaded again, and after another layer was loaded and run",
+    Relation.UNROUTED_SCALE: "a scale of an expert that no token is routed to moves nothing",
+    Relation.DOWN_DOUBLES: "all w2 scales of one expert times f multiply that expert's tokens by exactly f and move nothing else",
+    Relation.DOWN_SCALE: "one w2 scale moves only the output channels it scales, of that expert's tokens, to what the reference predicts",
+    Relation.UP_MULTIPLIES: "all up scales of one expert times f multiply that expert's tokens by exactly f (f squared for relu2)",
+    Relation.UP_SCALE: "an up scale moves only that expert's tokens, to what the reference predicts",
+    Relation.GATE_SCALE: "a gate scale moves only that expert's tokens, to what the reference predicts",
+    Relation.INPUT_SCALE: "a static activation scale moves what the reference predicts, and nothing when it is not the largest",
+    Relation.PERMUTED_EXPERTS: "experts renumbered with their weights, scales and routing give the same bits",
+    Relation.PERMUTED_TOKENS: "permuted tokens give the same rows, permuted",
+    Relation.DROPPED_TOKENS: "the tokens that stay give the same rows when others are dropped",
+    Relation.MULTIPLIED_TOKENS: "in a batch that holds every token several times each gives the same row, whatever path that size takes",
+    Relation.OTHER_FORMAT: "the same numbers in another checkpoint format give the same bits",
+    Relation.ONLINE_AS_PREQUANTIZED: "what the reference quantizes, loaded pre-quantized, gives the bits of online quantization",
+    Relation.WEIGHT_ON_INPUT: "the router weight on the input equals hidden states multiplied by it beforehand",
+    Relation.SCALE_VIEWS: "scales handed over in another shape or with other strides give the same bits, or are refused with a reason",
+}
+
+Holds = Callable[[MoECase, Entry, Recipe], bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Absent:
+    """A relation that says nothing about a case, because the thing it speaks of is not there."""
+
+    relation: Relation
+    reason: str
+    when: Holds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exemption:
+    """A relation that legitimately does not hold. ``shown_by``: the pair in which it breaks without a fault, for the test."""
+
+    relation: Relation
+    reason: str
+    when: Holds
+    shown_by: tuple[str, Entry]
+
+
+def coupled(recipe: Recipe) -> bool:
+    """Whether a dynamic per-tensor scale makes every row depend on every other."""
+    return any(how is not None and how.dynamic and how.layout is Layout.TENSOR for how in (recipe.a1, recipe.a2))
+
+
+def unprovable(case: MoECase, recipe: Recipe) -> str | None:
+    """Why the reference has no single answer even on a lattice, or None. What remains exact are the relations without a reference."""
+    fp32 = case.dtype is Format.FP32
+    if fp32 and case.activation in (Activation.GELU, Activation.GELU_TANH, Activation.GELU_NO_MUL):
+        return "no accuracy bound says that erf and tanh reach 1 exactly, and fp32 keeps the difference"
+    dynamic = recipe.a2 is not None and recipe.a2.dynamic
+    if case.activation is Activation.RELU2_NO_MUL and dynamic and case.weight is Format.INT8 and fp32:
+        return "127 times a power of two is no square of a number that fp32 holds"
+    return None
+
+
+def _whole_blocks(case: MoECase) -> bool:
+    return case.weight_scale is not Layout.BLOCK128 or case.hidden % 128 == case.intermediate % 128 == 0
+
+
+def _quantized_first(case: MoECase, recipe: Recipe) -> bool:
+    """The codes are made before the router weight comes in, and a scale fixed or shared by rows does not take it up."""
+    before = recipe.router_weight is RouterWeight.GEMM1 and case.weight is Format.INT8
+    return before and recipe.a1 is not None and (not recipe.a1.dynamic or recipe.a1.layout is Layout.TENSOR)
+
+
+def _absent(relation: Relation, reason: str, when: Callable[[MoECase], bool]) -> Absent:
+    return Absent(relation=relation, reason=reason, when=lambda case, entry, recipe: when(case))
+
+
+ABSENT: tuple[Absent, ...] = (
+    _absent(Relation.UNROUTED_SCALE, "every expert has a token", lambda case: empty_expert(case) is None),
+    _absent(Relation.GATE_SCALE, "the layer is not gated", lambda case: not case.activation.gated),
+    _absent(Relation.INPUT_SCALE, "activation scales are not static", lambda case: not case.static_input),
+    _absent(Relation.PERMUTED_EXPERTS, "there is one expert", lambda case: case.experts == 1),
+    _absent(Relation.PERMUTED_TOKENS, "there is one token", lambda case: case.tokens == 1),
+    _absent(Relation.DROPPED_TOKENS, "there is one token", lambda case: case.tokens == 1),
+    Absent(
+        relation=Relation.OTHER_FORMAT,
+        reason="no other checkpoint format holds the same numbers",
+        when=lambda case, entry, recipe: not other_formats(case, entry),
+    ),
+    _absent(Relation.ONLINE_AS_PREQUANTIZED, "the weights are not quantized online", lambda case: case.origin is not Origin.ONLINE),
+    _absent(Relation.ONLINE_AS_PREQUANTIZED, "pre-quantized blocks are whole", lambda case: not _whole_blocks(case)),
+    _absent(Relation.WEIGHT_ON_INPUT, "the router weight is not on the input", lambda case: not case.router_weight_on_input),
+    _absent(Relation.SCALE_VIEWS, "weights have no scales", lambda case: case.origin is Origin.UNQUANTIZED),
+    Absent(
+        relation=Relation.SCALE_VIEWS,
+        reason="only the functional entry is handed scale tensors",
+        when=lambda case, entry, recipe: entry is not Entry.FUSED_EXPERTS,
+    ),
+    Absent(
+        relation=Relation.REFERENCE,
+        reason="the reference has no single answer",
+        when=lambda case, entry, recipe: unprovable(case, recipe) is not None,
+    ),
+)
+
+_SIZE = "e4k1m8h64i32-balanced"
+_DIRECT = Entry.FUSED_EXPERTS
+
+EXEMPTIONS: tuple[Exemption, ...] = (
+    Exemption(
+        relation=Relation.DOWN_DOUBLES,
+        reason="a token's other experts add what is not multiplied",
+        when=lambda case, entry, recipe: case.top_k > 1,
+        shown_by=("int8-channel-dyntoken-ct-silu-bf16-e4k2m8h64i32-balanced-lattice", Entry.LAYER),
+    ),
+    Exemption(
+        relation=Relation.DOWN_DOUBLES,
+        reason="the bias is added after the scale",
+        when=lambda case, entry, recipe: case.bias,
+        shown_by=(f"int8-channel-dyntoken-raw-silu-bf16-{_SIZE}-bias-lattice", _DIRECT),
+    ),
+    Exemption(
+        relation=Relation.UP_MULTIPLIES,
+        reason="a token's other experts add what is not multiplied",
+        when=lambda case, entry, recipe: case.top_k > 1,
+        shown_by=("int8-channel-dyntoken-ct-silu-bf16-e4k2m8h64i32-balanced-lattice", Entry.LAYER),
+    ),
+    Exemption(
+        relation=Relation.UP_MULTIPLIES,
+        reason="the biases are added after the scales",
+        when=lambda case, entry, recipe: case.bias,
+        shown_by=(f"int8-channel-dyntoken-raw-silu-bf16-{_SIZE}-bias-lattice", _DIRECT),
+    ),
+    Exemption(
+        relation=Relation.UP_MULTIPLIES,
+        reason="a static a2 scale does not follow the intermediate: other codes round differently, or saturate",
+        when=lambda case, entry, recipe: recipe.a2 is not None and not recipe.a2.dynamic,
+        shown_by=(f"int8-tensor-static-raw-silu-bf16-{_SIZE}-lattice", _DIRECT),
+    ),
+    Exemption(
+        relation=Relation.UP_MULTIPLIES,
+        reason="a dynamic per-tensor a2 scale follows the largest row of all",
+        when=lambda case, entry, recipe: coupled(recipe),
+        shown_by=(f"int8-tensor-dyntensor-raw-silu-fp32-{_SIZE}-lattice", _DIRECT),
+    ),
+    Exemption(
+        relation=Relation.DROPPED_TOKENS,
+        reason="a dynamic per-tensor scale depends on the tokens that are dropped",
+        when=lambda case, entry, recipe: coupled(recipe),
+        shown_by=(f"int8-tensor-dyntensor-raw-silu-fp32-{_SIZE}-lattice", _DIRECT),
+    ),
+    Exemption(
+        relation=Relation.WEIGHT_ON_INPUT,
+        reason="hidden states are quantized before the router weight is multiplied in, by a scale that does not follow it",
+        when=lambda case, entry, recipe: _quantized_first(case, recipe),
+        shown_by=(f"int8-tensor-static-raw-silu-bf16-{_SIZE}-onin-lattice", _DIRECT),
+    ),
+)
+
+
+def why_not(relation: Relation, case: MoECase, entry: Entry, recipe: Recipe) -> str | None:
+    """Why the relation is not asked of a pair; None when it must hold."""
+    rows: tuple[Absent | Exemption, ...] = (*ABSENT, *EXEMPTIONS)
+    return next((row.reason for row in rows if row.relation is relation and row.when(case, entry, recipe)), None)
+
+
+def asked(case: MoECase, entry: Entry, recipe: Recipe) -> tuple[Relation, ...]:
+    """The relations that must hold for a pair."""
+    return tuple(relation for relation in Relation if why_not(relation, case, entry, recipe) is None)
+
+
+def other_formats(case: MoECase, entry: Entry) -> tuple[MoECase, ...]:
+    """The same layer in the other checkpoint formats that ``entry`` takes."""
+    found: list[MoECase] = []
+    if case.origin is not Origin.PREQUANTIZED:
+        return ()
+    for checkpoint in CheckpointFormat:
+        try:
+            other = replace(case, checkpoint=checkpoint)
+        except InvalidCase:  # that format cannot say it
+            continue
+        if checkpoint is not case.checkpoint and entry_takes(other, entry) and closed(other, entry) is None:
+            found.append(other)
+    return tuple(found)

@@ -1,0 +1,133 @@
+"""Relations between two ways of saying the same numbers: checkpoint formats, online quantization, router weights, views of scales."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from cases.axes import ActScale, InvalidCase, Origin
+from cases.case import Entry
+from cases.checkpoint import write
+from cases.perturb import Spot
+from harness import expected
+from harness.relations import other_formats
+from harness.relations_check import Setting, Variant
+from harness.relations_scales import changed
+from harness.subject.views import View
+from references.formats import decode, encode
+from references.moe import Expert, Projection
+from references.quantize import Quantized, quantize_weights
+from references.vocabulary import CheckpointFormat, Format, Layout, WeightQuant
+
+_LN_3 = 1.0986123
+_W_VIEWS = {
+    Layout.TENSOR: (View.E_1, View.E_1_1, View.STRIDED),
+    Layout.CHANNEL: (View.E_N, View.TRANSPOSED, View.STRIDED),
+    Layout.BLOCK128: (View.STRIDED, View.TRANSPOSED),
+}
+_A_VIEWS = (View.SCALAR, View.ONE_ONE, View.STRIDED)
+
+
+def other_format(setting: Setting) -> Iterator[Variant]:
+    """The same layer written in every other format that the entry takes and that runs by the same recipe."""
+    for case in other_formats(setting.case, setting.entry):
+        there = Setting.of(case, setting.entry, setting.backend)
+        if there.recipe == setting.recipe:
+            yield Variant(change=f"the same numbers as a {case.checkpoint} checkpoint", setting=replace(there, batch=setting.batch))
+
+
+def online_as_prequantized(setting: Setting) -> Iterator[Variant]:
+    """The checkpoint quantized by the reference, in a format that holds the result; INT8 weights through the functional entry."""
+    case, how = setting.case, setting.recipe.weight_quant
+    assert how is not None
+    stored, entry, act_scale = {
+        Layout.TENSOR: (CheckpointFormat.VLLM_FP8, Entry.LAYER, ActScale.DYNAMIC_TENSOR),
+        Layout.BLOCK128: (CheckpointFormat.VLLM_FP8, Entry.LAYER, ActScale.DYNAMIC_GROUP128),
+        Layout.CHANNEL: (CheckpointFormat.COMPRESSED_TENSORS, Entry.LAYER, ActScale.DYNAMIC_TOKEN),
+    }[case.weight_scale]
+    batch = setting.batch
+    if case.weight is Format.INT8:
+        stored, entry, act_scale = CheckpointFormat.RAW, Entry.FUSED_EXPERTS, ActScale.NONE
+        batch = replace(batch, topk_weights=setting.routing.topk_weights.float(), topk_ids=setting.routing.topk_ids)
+    quantized = replace(case, origin=Origin.PREQUANTIZED, checkpoint=stored, act_scale=act_scale)
+    experts = tuple(_quantized(expert, how) for expert in expected.experts(case, setting.checkpoint))
+    yield Variant(
+        change=f"quantized by the reference and loaded as a {stored} checkpoint through {entry}",
+        setting=replace(setting, case=quantized, entry=entry, checkpoint=write(quantized, experts), batch=batch),
+    )
+
+
+def weight_on_input(setting: Setting) -> Iterator[Variant]:
+    """Router weights of 1 and hidden states already multiplied. The layer's router is made to give 3/4, which bf16 and fp16 hold."""
+    batch = setting.batch
+    if setting.entry is Entry.FUSED_EXPERTS:
+        assert batch.topk_weights is not None
+        scaled = (batch.hidden_states.float() * batch.topk_weights).to(batch.hidden_states.dtype)
+        there = replace(batch, hidden_states=scaled, topk_weights=torch.ones_like(batch.topk_weights))
+        yield Variant(change="hidden states times the router weights, which become 1", setting=replace(setting, batch=there))
+        return
+    chosen = setting.routing.topk_ids
+    second = (chosen + 1) % setting.case.experts
+    logits = batch.router_logits.scatter(1, second, -_LN_3)
+    start = replace(setting, batch=replace(batch, router_logits=logits), proven=False)
+    scaled = (batch.hidden_states.float() * 0.75).to(batch.hidden_states.dtype)
+    there = replace(batch, hidden_states=scaled)
+    yield Variant(
+        change="hidden states times the router weight 3/4, which becomes 1",
+        setting=replace(setting, batch=there, proven=False),
+        start=start,
+    )
+
+
+def scale_views(setting: Setting) -> Iterator[Variant]:
+    """Each scale tensor in each form that holds the same numbers; with equal scales, one element expanded."""
+    case = setting.case
+    for name in ("w1_scale", "w2_scale"):
+        for how in _W_VIEWS[case.weight_scale]:
+            yield _viewed(setting, name, how)
+    if case.static_input:
+        for name in ("a1_scale", "a2_scale"):
+            for how in _A_VIEWS:
+                yield _viewed(setting, name, how)
+    if case.weight_scale is Layout.TENSOR and not case.activation.gated:
+        level = _level(setting)
+        for name in ("w1_scale", "w2_scale"):
+            yield replace(_viewed(level, name, View.EXPANDED), start=level)
+
+
+def _viewed(setting: Setting, name: str, how: View) -> Variant:
+    return Variant(change=f"{name} handed over as {how}", setting=setting, views={name: how}, may_refuse=True)
+
+
+def _level(setting: Setting) -> Setting:
+    """Every expert with the last one's per-tensor scales; what its numbers become is not proven."""
+    case, tensors = setting.case, setting.checkpoint.tensors
+    level = setting
+    for name in case.projections:
+        wanted = float(tensors[f"{case.experts - 1}.{name}.weight_scale"])
+        for expert in range(case.experts):
+            factor = wanted / float(tensors[f"{expert}.{name}.weight_scale"])
+            level = changed(level, (Spot(expert=expert, projection=name), factor))
+    return replace(level, proven=False)
+
+
+def _quantized(expert: Expert, how: WeightQuant) -> Expert:
+    halves = [half for half in (expert.gate, expert.up) if half is not None]
+    values = [decode(half.codes, half.format) for half in halves]
+    if how.layout is Layout.TENSOR:
+        together = quantize_weights(torch.cat(values), how)
+        parts = [replace(together, codes=codes) for codes in together.codes.chunk(len(values))]
+    else:
+        parts = [quantize_weights(value, how) for value in values]
+    upper = [_projection(half, part, how) for half, part in zip(halves, parts, strict=True)]
+    down = _projection(expert.down, quantize_weights(decode(expert.down.codes, expert.down.format), how), how)
+    return Expert(gate=upper[0] if expert.gate is not None else None, up=upper[-1], down=down)
+
+
+def _projection(plain: Projection, made: Quantized, how: WeightQuant) -> Projection:
+    codes, scale = encode(made.codes, how.format), made.group_scale.to(torch.float32)
+    if not torch.equal(decode(codes, how.format), made.codes):
+        raise InvalidCase(f"the reference's codes are no {how.format} numbers")
+    return replace(plain, codes=codes, format=how.format, layout=how.layout, scale=scale)
