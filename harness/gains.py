@@ -19,8 +19,8 @@ twice as much along it as across it, so with Cauchy-Schwarz token by token (W th
 
     bias = Answer.gain_bias + scalars + 2 sum_m |W^-1/2 P_m| |W^1/2 e_m|
 
-where scalars is the error of the fp32 factors all elements of a token share (router weight, activation scales), which do not scatter.
-The smaller of the two is used.
+with |W^1/2 e_m|**2 less what output roundings add to it (se has them), and scalars the error of the fp32 factors all elements of a token
+share (router weight, activation scales), which do not scatter. The smaller of the two is used.
 """
 
 from __future__ import annotations
@@ -177,7 +177,9 @@ def _joint(contribution: torch.Tensor, noise: _Noise, gain_bias: float, scalars:
         se[active] = _standard_error(estimator, noise.rounding.flatten(), residual.square().sum(), inverse.square().sum(1), freedom)
         proven = estimator.abs() @ noise.radius.flatten()
         by_token = inverse.reshape(len(active), *contribution.shape[1:]).norm(dim=2)  # |W^-1/2 P_m|
-        seen = _ALONG_OVER_ACROSS * by_token @ residual.reshape(contribution.shape[1:]).norm(dim=1)
+        rounded = (noise.weight * noise.rounding.square() / 3.0).sum(1)  # what roundings add to |W^1/2 e|**2
+        scatter = (residual.reshape(contribution.shape[1:]).square().sum(1) - rounded).clamp_min(0.0).sqrt()
+        seen = _ALONG_OVER_ACROSS * by_token @ scatter
         bias[active] = gain_bias + torch.minimum(proven, scalars + seen)
     return Estimates(Group.EXPERT, alpha, se, bias)
 

@@ -38,10 +38,10 @@ def _tokens(bad: torch.Tensor, live: torch.Tensor, topk_ids: torch.Tensor) -> st
     guilty = [e for e in used if all(bad[token] for token in tokens if e in went[token])]
     if guilty and all(went[token] & set(guilty) for token in wrong):
         return f"every bad token is routed to one of experts {_list(guilty)}, and every token of theirs is bad"
-    common = sorted(set.intersection(*(went[token] for token in wrong)))
+    tokens_of = {e: sum(e in went[token] for token in tokens) for e in used}
+    common = sorted(e for e in set.intersection(*(went[token] for token in wrong)) if tokens_of[e] < len(tokens))
     if common and len(wrong) > 1:
-        share = sum(common[0] in went[token] for token in tokens)
-        return f"every bad token is routed to expert {common[0]} ({len(wrong)} of its {share} tokens)"
+        return f"every bad token is routed to expert {common[0]} ({len(wrong)} of its {tokens_of[common[0]]} tokens)"
     return _runs("token", wrong, tokens) or f"{len(wrong)} of {len(tokens)} tokens are bad"
 
 

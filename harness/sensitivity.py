@@ -15,7 +15,7 @@ from statistics import median
 import torch
 from rich.console import Console, Group
 from rich.progress import track
-from rich.table import Table
+from rich.table import Column, Table
 
 from cases.batch import make_batch
 from cases.case import Entry, Level, MoECase
@@ -28,9 +28,11 @@ from harness.faults import Fault, applicable
 from harness.gains import gains
 from harness.gpus import cores
 from harness.inject import target
+from harness.preimage import half_gaps
 from harness.recipes import recipe
 from harness.subject.fake import FakeSubject
 from harness.verdict import Outcome
+from references.moe import Answer
 from references.vocabulary import Format
 
 Pair = tuple[MoECase, Entry]
@@ -44,7 +46,8 @@ class Trial:
     entry: str
     format: str
     fault: str | None
-    margin: float
+    margin: float  # the comparison's
+    size: float  # worst error over radius plus half an output gap: finite also where one value alone is allowed
     outside: bool  # an element left its interval
     factor: bool  # a gain was flagged
 
@@ -102,6 +105,7 @@ def show(pair: Pair, backend: Backend, faults: Iterable[Fault] | None = None) ->
                 format=name(case),
                 fault=None if fault is None else fault.name,
                 margin=float("inf") if comparison.margin is None else comparison.margin,
+                size=_size(answer, actual),
                 outside=comparison.outcome is not Outcome.PASS,
                 factor=bool(measured.flagged()),
             )
@@ -118,6 +122,13 @@ def show(pair: Pair, backend: Backend, faults: Iterable[Fault] | None = None) ->
             )
     assert resolution is not None
     return Shown(tuple(trials), resolution)
+
+
+def _size(answer: Answer, actual: torch.Tensor) -> float:
+    error = actual.to(torch.float64) - answer.expected
+    radius = torch.where(error > 0, answer.high - answer.expected, answer.expected - answer.low)
+    size = error.abs() / (radius + half_gaps(answer.expected, actual.dtype)[1])
+    return float(size.nan_to_num(torch.inf, torch.inf).max())
 
 
 def sample(backend: Backend, per_fault: int) -> dict[Pair, tuple[Fault, ...]]:
@@ -162,18 +173,17 @@ def _kind(trial: Trial) -> str:
 
 def _faults(trials: Sequence[Trial]) -> Table:
     kinds = ("INT8", "FP8", "unquantized")
-    found = Table(
-        "fault", title="Faults caught of those injected; margin (worst error over allowed): smallest, median", title_justify="left"
-    )
+    title = "Faults caught of those injected; worst error over allowed (radius and half an output gap): smallest, median"
+    found = Table(Column("fault", no_wrap=True), title=title, title_justify="left")
     for kind in kinds:
         found.add_column(kind, justify="right")
     for fault in Fault:
         cells = []
         for kind in kinds:
             these = [trial for trial in trials if trial.fault == fault.name and _kind(trial) == kind]
-            margins = sorted(trial.margin for trial in these)
+            sizes = sorted(trial.size for trial in these)
             seen = sum(trial.seen for trial in these)
-            cells.append(f"{seen}/{len(these)}  {margins[0]:.2g} {median(margins):.2g}" if these else "")
+            cells.append(f"{seen}/{len(these)}  {sizes[0]:.2g} {median(sizes):.2g}" if these else "")
         found.add_row(fault.name, *cells)
     return found
 

@@ -1,0 +1,180 @@
+"""Each fault computed here a second way, by hand where that is possible, and the fake subject beside the reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cases.batch import make_batch
+from cases.case import Entry, MoECase
+from cases.checkpoint import make_checkpoint
+from harness import expected
+from harness.backends import Backend
+from harness.faults import Fault, applicable, why_not
+from harness.fit import evaluate
+from harness.inject import Inputs, contributions, gained, target
+from harness.recipes import recipe
+from harness.subject.fake import FakeSubject
+from references.loading import load
+from references.moe import Routing
+
+CHANNEL = MoECase.from_id("int8-channel-static-quark-silu-fp32-e4k2m8h128i64-balanced")
+BLOCK = MoECase.from_id("e4m3fn-block128-dyngroup128-quark-silu-bf16-e4k2m8h384i256-balanced")
+TENSOR = MoECase.from_id("e4m3fn-tensor-static-quark-silu-fp32-e4k2m8h128i64-balanced")
+TOKEN = MoECase.from_id("int8-channel-dyntoken-quark-silu-fp32-e4k1m8h128i64-balanced")
+
+
+def inputs_of(case: MoECase) -> Inputs:
+    checkpoint, batch = make_checkpoint(case), make_batch(case)
+    how = recipe(case, Entry.FUSED_EXPERTS, Backend.INTERPRETER)
+    stored = expected.experts(case, checkpoint)
+    return Inputs(
+        experts=stored,
+        loaded=load(stored, how),
+        hidden_states=batch.hidden_states,
+        router_logits=batch.router_logits,
+        routing=expected.routing(case, batch),
+        renormalize=case.renormalize,
+        activation=case.activation,
+        recipe=how,
+    )
+
+
+class Seen:
+    """An evaluator that only keeps what it was given."""
+
+    def __call__(self, inputs: Inputs) -> torch.Tensor:
+        self.inputs = inputs
+        return torch.zeros(1, 1, 1)
+
+
+def faulty(fault: Fault, inputs: Inputs) -> Inputs:
+    seen = Seen()
+    contributions(fault, inputs, seen)
+    return seen.inputs
+
+
+def scales(inputs: Inputs, name: str) -> torch.Tensor:
+    """[E, N, G], the buffer as vLLM keeps it but for repeated block rows."""
+    found = [getattr(expert, name).scale for expert in inputs.loaded]
+    return torch.stack(found)
+
+
+def test_flat_index_takes_element_e_of_the_first_experts_channels() -> None:
+    inputs = inputs_of(CHANNEL)
+    wrong = faulty(Fault.W_SCALE_FLAT_INDEX, inputs)
+    for name in ("w13", "w2"):
+        buffer = scales(inputs, name)
+        for e in range(4):
+            assert (scales(wrong, name)[e] == buffer[0, e, 0]).all()
+    assert torch.equal(scales(faulty(Fault.W13_SCALE_FLAT_INDEX, inputs), "w2"), scales(inputs, "w2"))
+
+
+def test_neighbour_and_roll() -> None:
+    inputs = inputs_of(CHANNEL)
+    assert torch.equal(scales(faulty(Fault.W13_SCALE_OF_NEIGHBOUR_EXPERT, inputs), "w13"), scales(inputs, "w13").roll(-1, 0))
+    assert torch.equal(scales(faulty(Fault.W2_CHANNEL_ROLLED, inputs), "w2")[:, 1:], scales(inputs, "w2")[:, :-1])
+
+
+def test_transposed_blocks_hold_the_same_scales_in_the_order_of_the_other_axis() -> None:
+    inputs = inputs_of(BLOCK)
+    right, wrong = scales(inputs, "w13")[:, ::128], scales(faulty(Fault.W13_SCALE_TRANSPOSED, inputs), "w13")[:, ::128]
+    rows, columns = right.shape[1:]
+    assert (rows, columns) == (4, 3)
+    for i in range(rows):
+        for j in range(columns):
+            assert torch.equal(wrong[:, i, j], right.flatten(1)[:, j * rows + i])
+    assert sorted(wrong.flatten().tolist()) == sorted(right.flatten().tolist())
+
+
+def test_halves() -> None:
+    inputs = inputs_of(CHANNEL)
+    gate, up = scales(inputs, "w13").chunk(2, 1)
+    assert torch.equal(scales(faulty(Fault.GATE_SCALE_FOR_UP, inputs), "w13"), torch.cat([gate, gate], 1))
+    assert torch.equal(scales(faulty(Fault.UP_SCALE_FOR_GATE, inputs), "w13"), torch.cat([up, up], 1))
+    swapped = faulty(Fault.GATE_UP_SWAPPED, inputs).loaded[1].w13
+    assert torch.equal(swapped.codes, torch.cat(inputs.loaded[1].w13.codes.chunk(2)[::-1]))
+
+
+def test_per_tensor_halves_keep_the_checkpoints_codes_under_the_larger_scale() -> None:
+    inputs = inputs_of(TENSOR)
+    gate, up = inputs.experts[0].gate, inputs.experts[0].up
+    assert gate is not None
+    assert gate.scale is not None
+    assert up.scale is not None
+    wrong = faulty(Fault.MAX_SCALE_WITHOUT_REQUANT, inputs).loaded[0].w13
+    assert torch.equal(wrong.codes, torch.cat([gate.codes.double(), up.codes.double()]))
+    assert wrong.scale is not None
+    assert set(wrong.scale.flatten().tolist()) == {max(float(gate.scale), float(up.scale))}
+
+
+def test_a_dynamic_scale_left_out_or_doubled_changes_no_code() -> None:
+    inputs = inputs_of(TOKEN)
+    scale = inputs.hidden_states.double().abs().amax(1, keepdim=True) / 127
+    honest = evaluate(inputs)
+    assert honest.shape == (8, 1, 128)
+    missing = faulty(Fault.A1_SCALE_NOT_APPLIED, inputs).hidden_states
+    twice = faulty(Fault.A1_SCALE_APPLIED_TWICE, inputs).hidden_states
+    assert torch.allclose(missing, inputs.hidden_states / scale)
+    assert torch.allclose(twice, inputs.hidden_states * scale)
+    first = faulty(Fault.A_SCALE_OF_TOKEN_ZERO, inputs).hidden_states
+    assert torch.allclose(first, inputs.hidden_states / scale * scale[0])
+
+
+def test_faults_of_what_was_contributed() -> None:
+    inputs = inputs_of(CHANNEL)
+    honest = evaluate(inputs)
+    last = inputs.routing.topk_ids == 3
+
+    def given(fault: Fault) -> torch.Tensor:
+        return contributions(fault, inputs, evaluate)
+
+    assert not given(Fault.ZERO_OUTPUT).any()
+    assert torch.equal(given(Fault.STALE_ROW)[-1], honest[0])
+    assert not given(Fault.TAIL_COLUMNS_DROPPED)[..., 96:].any()
+    assert torch.equal(given(Fault.TAIL_COLUMNS_DROPPED)[..., :96], honest[..., :96])
+    assert not given(Fault.LAST_EXPERT_DROPPED)[last].any()
+    assert torch.equal(given(Fault.LAST_EXPERT_DROPPED)[~last], honest[~last])
+    assert torch.equal(given(Fault.ROUTER_WEIGHT_TWICE), honest * inputs.routing.topk_weights.unsqueeze(2))
+    expert, channel = target(honest, inputs.routing)
+    assert torch.equal(given(Fault.CHANNEL_GAIN_1_05), gained(honest, inputs.routing, 1.05, expert, channel))
+
+
+def test_a_gain_touches_its_expert_and_channel_only() -> None:
+    routing = Routing(topk_ids=torch.tensor([[0, 1], [1, 2]]), topk_weights=torch.ones(2, 2, dtype=torch.float64))
+    given = torch.ones(2, 2, 3)
+    assert gained(given, routing, 2.0, 1).tolist() == [[[1] * 3, [2] * 3], [[2] * 3, [1] * 3]]
+    assert gained(given, routing, 2.0, 1, 2).tolist() == [[[1] * 3, [1, 1, 2]], [[1, 1, 2], [1] * 3]]
+
+
+@pytest.mark.parametrize("fault", list(Fault))
+def test_every_fault_that_applies_can_be_evaluated_and_moves_the_reference(fault: Fault) -> None:
+    moved = 0
+    for case in (CHANNEL, BLOCK, TENSOR, TOKEN, replace(CHANNEL, bias=True, renormalize=False)):
+        inputs = inputs_of(case)
+        if applicable(fault, case, inputs.recipe):
+            assert not torch.equal(contributions(fault, inputs, evaluate).sum(1), evaluate(inputs).sum(1))
+            moved += 1
+        else:
+            assert why_not(fault, case, inputs.recipe)
+    assert moved or fault is Fault.RENORMALIZE_FLIPPED
+
+
+@pytest.mark.parametrize("case", [CHANNEL, BLOCK, TENSOR, TOKEN])
+def test_the_fake_is_near_the_reference_and_not_the_reference(case: MoECase) -> None:
+    how = recipe(case, Entry.FUSED_EXPERTS, Backend.INTERPRETER)
+    subject = FakeSubject()
+    loaded = subject.load(case, Entry.FUSED_EXPERTS, make_checkpoint(case))
+    ran = subject.run(loaded, make_batch(case))
+    reference = expected.expected(case, how, make_checkpoint(case), make_batch(case)).expected
+    assert ran.output.dtype is make_batch(case).hidden_states.dtype
+    assert ran.gemm_dtypes == (("int8",) * 2 if "int8" in case.id else ("float8_e4m3fn",) * 2)
+    error = (ran.output.double() - reference).norm() / reference.norm()
+    assert 0 < float(error) < 0.01
+
+
+def test_a_subject_says_which_fault_it_has() -> None:
+    assert FakeSubject().name == "fake"
+    assert FakeSubject(Fault.STALE_ROW).name == "fake with STALE_ROW"

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import io
+from functools import cache
+
+import pytest
+from rich.console import Console
+
+from cases.case import Level
+from cases.generate import pairs
+from harness.backends import Backend
+from harness.faults import Fault, applicable, why_not
+from harness.recipes import recipe
+from harness.sensitivity import Pair, Shown, missed, render, sample, show
+
+LANE = Backend.INTERPRETER
+PER_FAULT = 8
+SHARDS = 16
+
+
+@cache
+def chosen() -> dict[Pair, tuple[Fault, ...]]:
+    return sample(LANE, PER_FAULT)
+
+
+def wrong(shown: list[Shown]) -> list[str]:
+    return [f"{trial.fault or 'honest'} {trial.case}[{trial.entry}]" for each in shown for trial in missed(each.trials)]
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_a_sample_of_every_fault_is_caught_and_honesty_is_not(shard: int) -> None:
+    shown = [show(pair, LANE, faults) for pair, faults in list(chosen().items())[shard::SHARDS]]
+    assert wrong(shown) == []
+
+
+def test_the_sample_holds_every_fault() -> None:
+    assert {fault for faults in chosen().values() for fault in faults} == set(Fault)
+
+
+def test_every_fault_is_asked_of_some_pair_and_every_exclusion_has_a_reason() -> None:
+    smoke = [(case, recipe(case, entry, LANE)) for case, entry in pairs(Level.SMOKE)]
+    for fault in Fault:
+        reasons = [why_not(fault, case, how) for case, how in smoke]
+        assert None in reasons, fault
+        assert all(reason is None or reason.strip() for reason in reasons)
+
+
+def test_a_trial_that_goes_wrong_is_found() -> None:
+    pair = next(
+        (case, entry) for case, entry in pairs(Level.SMOKE) if not applicable(Fault.GATE_UP_SWAPPED, case, recipe(case, entry, LANE))
+    )
+    shown = show(pair, LANE, (Fault.ZERO_OUTPUT,))
+    honest, faulty = shown.trials
+    assert (honest.seen, faulty.seen) == (False, True)
+    assert list(missed(shown.trials)) == []
+    assert faulty.outside
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(render(shown.trials, [shown.resolution]))
+    assert "ZERO_OUTPUT" in console.export_text()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shard", range(4 * SHARDS))
+def test_every_fault_that_applies_is_caught_in_every_smoke_pair(shard: int) -> None:
+    shown = [show(pair, LANE) for pair in pairs(Level.SMOKE)[shard :: 4 * SHARDS]]
+    assert wrong(shown) == []
