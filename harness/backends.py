@@ -241,14 +241,22 @@ SPECS: dict[Backend, BackendSpec] = {
         expert_classes={Entry.LAYER: frozenset({"DeepGemmExperts"})},
         architectures=("sm90", "sm100", "sm120"),
         modules=(("deep_gemm", "vllm.third_party.deep_gemm"),),
-        claims=tuple(claim(which, BLOCK, activations=frozenset({Activation.SILU})) for which in (CT, QUARK, VLLM_FP8, ONLINE)),
+        claims=tuple(
+            claim(which, BLOCK, activations=frozenset({Activation.SILU}), dtypes=frozenset({Format.BF16}))
+            for which in (CT, QUARK, VLLM_FP8, ONLINE)
+        ),
         refusals=(
             *BY_THE_METHOD,
             *_only_for(("FP8",), "deep_gemm"),
             not_supported(lambda c: fp8(c) and not c.activation.gated, "DeepGEMM experts are gated", _GATED_ONLY),
             not_supported(lambda c: fp8(c) and c.activation is not Activation.SILU, "DeepGEMM knows silu only", "MoEActivation"),
             not_supported(lambda c: fp8(c) and c.weight_scale is not Layout.BLOCK128, "DeepGEMM needs block scales", "quantization scheme"),
-            _refuses_fp32("AssertionError"),
+            Refusal(
+                reason="DeepGEMM's grouped GEMM writes bf16 only",
+                says=r"d\.scalar_type\(\) == .*BFloat16",
+                applies=at_layer(lambda c: fp8(c) and c.dtype is not Format.BF16),
+                reasoned=False,
+            ),
         ),
     ),
     Backend.FLASHINFER_CUTLASS: BackendSpec(

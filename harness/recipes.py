@@ -10,7 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cases.case import ActScale, Entry, MoECase, Origin
-from harness.backends import Backend, experts_expected
+from harness.backends import SPECS, Backend, experts_expected, runs_default
+from harness.recipes_cuda import for_backend
+from harness.refusals import quark_int8_static
 from references.vocabulary import (
     Accumulator,
     Activation,
@@ -78,6 +80,22 @@ def _weight_quant(case: MoECase) -> WeightQuant | None:
 
 def recipe(case: MoECase, entry: Entry, backend: Backend) -> Recipe:
     """The recipe of one pair on one backend."""
+    triton = _triton(case, entry, backend)
+    if entry is Entry.FUSED_EXPERTS or quark_int8_static(case) or runs_default(case, backend):
+        return triton
+    return for_backend(triton, case, backend)
+
+
+def _accumulator(case: MoECase, act: ActQuant | None, backend: Backend) -> Accumulator:
+    if case.weight is Format.INT8 and act is not None:
+        return Accumulator.INT32
+    if not SPECS[backend].needs_gpu:
+        return Accumulator.FP32
+    # Triton multiplies FP8 tiles of fewer than 64 rows as fp16, which errs less: contained
+    return Accumulator.TENSOR_CORE_FP8 if act is not None else Accumulator.TENSOR_CORE
+
+
+def _triton(case: MoECase, entry: Entry, backend: Backend) -> Recipe:
     legacy = "fused_experts" in experts_expected(case, entry, backend)
     act = _act_quant(case, entry)
     # TritonExperts computes in bf16 whenever its input arrives quantized, whatever the hidden dtype; the legacy entry does not.
@@ -94,7 +112,7 @@ def recipe(case: MoECase, entry: Entry, backend: Backend) -> Recipe:
         activation_store=Format.FP32 if fused else case.dtype,
         gate_store=case.dtype if case.activation.gated and not fused else None,  # csrc activation_kernels.cu: act(g) is rounded first
         output=case.dtype,
-        accumulator=Accumulator.INT32 if case.weight is Format.INT8 and act is not None else Accumulator.FP32,
+        accumulator=_accumulator(case, act, backend),
         router_weight=on_input if case.router_weight_on_input else RouterWeight.GEMM2,
         router_weight_exact=entry is Entry.FUSED_EXPERTS,
         w13_merge=W13Merge.REQUANTIZE_TO_MAX if per_tensor_halves else W13Merge.AS_STORED,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -25,7 +26,7 @@ from references.formats import round_to
 from references.loading import LoadedExpert, Matrix
 from references.moe import Routing, reads_tf32, static_rows
 from references.scales import GROUP
-from references.vocabulary import Accumulator, Activation, ActQuant, Format, Recipe, RouterWeight
+from references.vocabulary import Accumulator, Activation, ActQuant, Epilogue, Format, Recipe, RouterWeight
 
 Trace = Callable[[str, Interval], None]  # told what each step made, by name, before the rounding that stores it
 
@@ -83,6 +84,7 @@ def _expert_gemms(
         trace(f"activation scales of {name}", scale)
     prepared = operand(codes, recipe.output if how is None else how.format, recipe.accumulator)
     owner = routing.topk_ids.flatten()
+    in_fp32 = recipe.epilogue is Epilogue.FP32
     low = rows.low.new_empty(rows.low.shape[0], matrices[0].codes.shape[0])
     high = torch.empty_like(low)
     for e, matrix in enumerate(matrices):
@@ -90,24 +92,32 @@ def _expert_gemms(
         if not mine.numel():
             continue
         trace(f"codes of expert {e}'s weights in {name}", Interval(matrix.low, matrix.high))
-        x = gemm(prepared[mine], None if scale is None else scale[mine], matrix, recipe.accumulator)
+        bare = replace(matrix, scale=None) if recipe.epilogue is Epilogue.CHANNEL_STORED else matrix
+        x = gemm(prepared[mine], None if scale is None else scale[mine], bare, recipe.accumulator)
         trace(f"sums of {name} in expert {e}", x)
-        if matrix.bias is not None and not recipe.bias_after_store:
+        if matrix.bias is not None and in_fp32:
             x = store(Interval(x.low + matrix.bias, x.high + matrix.bias), Format.FP32)
         if weights is not None:
             x = store(times(x, weights[mine]), Format.FP32)
-        if recipe.bias_after_store:
-            x = _bias_on_stored(_store_through(x, recipe.compute), matrix, recipe.compute[-1])
+        if not in_fp32:
+            x = _finished(_store_through(x, recipe.compute), matrix, recipe)
         low[mine], high[mine] = x.low, x.high
     trace(f"results of {name}, with bias and router weight", Interval(low, high))
-    return Interval(low, high) if recipe.bias_after_store else _store_through(Interval(low, high), recipe.compute)
+    return _store_through(Interval(low, high), recipe.compute) if in_fp32 else Interval(low, high)
 
 
-def _bias_on_stored(x: Interval, matrix: Matrix, fmt: Format) -> Interval:
-    if matrix.bias is None:
+def _finished(x: Interval, matrix: Matrix, recipe: Recipe) -> Interval:
+    """What is done to a stored result, and stored again."""
+    fmt = recipe.compute[-1]
+    bias = None if matrix.bias is None else round_to(matrix.bias, fmt)
+    if recipe.epilogue is Epilogue.CHANNEL_STORED and matrix.scale is not None:
+        scale = matrix.scale[:, 0]
+        x = Interval(x.low * scale + (0.0 if bias is None else bias), x.high * scale + (0.0 if bias is None else bias))
+    elif bias is not None:
+        x = Interval(x.low + bias, x.high + bias)
+    else:
         return x
-    bias = round_to(matrix.bias, fmt)
-    return store(Interval(x.low + bias, x.high + bias), fmt)
+    return store(x, fmt)
 
 
 def _activated(h13: Interval, activation: Activation, recipe: Recipe, trace: Trace) -> Interval:

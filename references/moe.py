@@ -11,7 +11,7 @@ from references.accumulators import tf32
 from references.activations import function
 from references.formats import round_to
 from references.quantize import quantize_activations
-from references.vocabulary import Accumulator, Activation, ActQuant, Format, Layout, Recipe, RouterWeight
+from references.vocabulary import Accumulator, Activation, ActQuant, Epilogue, Format, Layout, Recipe, RouterWeight
 
 if TYPE_CHECKING:
     from references.loading import LoadedExpert, Matrix
@@ -150,15 +150,23 @@ def forward(
 
 
 def _gemm(rows: torch.Tensor, matrix: Matrix, recipe: Recipe) -> torch.Tensor:
+    if recipe.epilogue is Epilogue.CHANNEL_STORED:
+        return rows @ matrix.codes.T
     product = rows @ matrix.values().T
-    return product if matrix.bias is None or recipe.bias_after_store else product + matrix.bias
+    return product if matrix.bias is None or recipe.epilogue is Epilogue.BIAS_STORED else product + matrix.bias
 
 
 def _stored(product: torch.Tensor, matrix: Matrix, recipe: Recipe) -> torch.Tensor:
+    fmt = recipe.compute[-1]
     product = round_through(product, recipe.compute)
-    if matrix.bias is None or not recipe.bias_after_store:
-        return product
-    return round_to(product + round_to(matrix.bias, recipe.compute[-1]), recipe.compute[-1])
+    bias = None if matrix.bias is None else round_to(matrix.bias, fmt)
+    match recipe.epilogue:
+        case Epilogue.CHANNEL_STORED if matrix.scale is not None:
+            return round_to(product * matrix.scale[:, 0] + (0.0 if bias is None else bias), fmt)
+        case Epilogue.BIAS_STORED if bias is not None:
+            return round_to(product + bias, fmt)
+        case _:
+            return product
 
 
 def _activated(h13: torch.Tensor, activation: Activation, recipe: Recipe) -> torch.Tensor:

@@ -120,6 +120,14 @@ class RouterWeight(StrEnum):
     SUM = "sum"  # GEMM 2's stored result times the fp32 weight, inside the fp32 sum over k
 
 
+class Epilogue(StrEnum):
+    """What happens between a GEMM's sums and its stored result."""
+
+    FP32 = "fp32"  # scales, bias and router weight in fp32, then one rounding
+    BIAS_STORED = "bias_stored"  # scales in fp32, a rounding, the bias added to the rounded result, a rounding
+    CHANNEL_STORED = "channel_stored"  # a rounding, the rounded result times the weight scale plus the bias at once, a rounding
+
+
 class W13Merge(StrEnum):
     """What loading does to the two per-tensor scales of a gated w13."""
 
@@ -160,4 +168,4 @@ class Recipe:
     weight_requant: WeightQuant | None = None  # the weights, as loaded or as quantized online, are quantized once more for the kernel
     weight_scale_store: Format | None = None  # weight scales are rounded to this when the kernel's layout is made
     weight_store: Format | None = None  # codes times scale are rounded to this before they enter the GEMM; None: scales multiply sums
-    bias_after_store: bool = False  # bias is added to the stored result and the sum rounded again; False: added in fp32 before the store
+    epilogue: Epilogue = Epilogue.FP32

@@ -1,0 +1,127 @@
+"""Recipes of the backends that are not Triton's fused kernel, each as a change to what Triton's modular path does with the same layer.
+
+Sources, vLLM 0.33.0: ``fused_moe/experts/{cutlass,marlin,fused_humming,deep_gemm,fused_batched}_moe.py``,
+``moe_permute_unpermute_kernel.inl`` and ``marlin_template.h`` of csrc, ``marlin_utils_fp8.py``, ``fp8_utils.py``, ``utils/deep_gemm.py``; humming-kernels 0.1.19:
+``schema/{compressed_tensors,fp8}.py``, ``arith/{mainloop,epilogue}_arith.cuh``, ``kernel/process_input/*.cuh``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cases.case import MoECase
+from harness.backends import Backend
+from references.vocabulary import (
+    Accumulator,
+    ActQuant,
+    Epilogue,
+    Format,
+    Layout,
+    Quotient,
+    Recipe,
+    Rounding,
+    RouterWeight,
+    WeightQuant,
+)
+
+_HUMMING_SCALE_FLOOR = 1e-30
+_UE8M0_AMAX_FLOOR = 1e-4  # utils/deep_gemm.py, per_block_cast_to_fp8
+_GROUP_AMAX_FLOOR = 1e-10
+
+
+def for_backend(recipe: Recipe, case: MoECase, backend: Backend) -> Recipe:
+    """``recipe``: of Triton's modular path for the case. Weighting on the input is alike everywhere, and stays."""
+    match backend:
+        case Backend.CUTLASS:
+            return _placed(_cutlass(recipe, case), RouterWeight.SUM)
+        case Backend.MARLIN:
+            return _placed(_marlin(recipe, case), RouterWeight.STORED)
+        case Backend.HUMMING:
+            return _placed(_humming(recipe, case), RouterWeight.SUM)
+        case Backend.HUMMING_A8:
+            return _placed(_humming_a8(recipe, case), RouterWeight.SUM)
+        case Backend.DEEP_GEMM:
+            return _placed(_deep_gemm(recipe, case), RouterWeight.SUM)
+        case _:
+            return recipe
+
+
+def _placed(recipe: Recipe, placement: RouterWeight) -> Recipe:
+    return recipe if recipe.router_weight is RouterWeight.INPUT else replace(recipe, router_weight=placement)
+
+
+def _cutlass(recipe: Recipe, case: MoECase) -> Recipe:
+    """run_cutlass_moe_fp8: both GEMMs store in the hidden dtype; moe_unpermute weights and adds in fp32."""
+    return replace(recipe, name="cutlass", compute=(case.dtype,))
+
+
+def _weight_only(recipe: Recipe, case: MoECase, name: str) -> Recipe:
+    """Activations stay in the hidden dtype. Block scales are rounded to it and multiplied out before the tensor cores."""
+    block = case.weight_scale is Layout.BLOCK128
+    return replace(
+        recipe,
+        name=name,
+        a1=None,
+        a2=None,
+        compute=(case.dtype,),
+        activation_store=case.dtype,
+        accumulator=Accumulator.TENSOR_CORE,
+        weight_scale_store=case.dtype,
+        weight_store=case.dtype if block else None,
+    )
+
+
+def _marlin(recipe: Recipe, case: MoECase) -> Recipe:
+    """Every scale is rounded to the hidden dtype; bias and router weight meet the stored result, in its dtype."""
+    gate_store = case.dtype if case.activation.gated else None
+    return replace(_weight_only(recipe, case, "marlin"), gate_store=gate_store, epilogue=Epilogue.BIAS_STORED)
+
+
+def _humming(recipe: Recipe, case: MoECase) -> Recipe:
+    """Per-tensor scales multiply sums in fp32, channel scales the stored result; act(g) * u is one expression in fp32."""
+    tensor, channel = case.weight_scale is Layout.TENSOR, case.weight_scale is Layout.CHANNEL
+    return replace(
+        _weight_only(recipe, case, "humming"),
+        gate_store=None,
+        weight_scale_store=None if tensor else case.dtype,
+        epilogue=Epilogue.CHANNEL_STORED if channel else Epilogue.BIAS_STORED,
+    )
+
+
+def _humming_a8(recipe: Recipe, case: MoECase) -> Recipe:
+    """Rows are quantized per token, those of GEMM 2 from the fp32 activation. Block scales: Humming prefers weight-only, and does that."""
+    if case.weight_scale is Layout.BLOCK128:
+        return replace(_humming(recipe, case), name="humming-a8 (weight-only)")
+    act = ActQuant(
+        format=case.weight,
+        layout=Layout.TOKEN,
+        dynamic=True,
+        rounding=Rounding.HALF_EVEN,
+        scale_floor=_HUMMING_SCALE_FLOOR,
+        quotient=Quotient.RECIPROCAL,
+    )
+    return replace(
+        _humming(recipe, case),
+        name="humming-a8",
+        a1=act,
+        a2=act,
+        activation_store=Format.FP32,
+        accumulator=Accumulator.INT32 if case.weight is Format.INT8 else Accumulator.TENSOR_CORE_FP8,
+    )
+
+
+def _deep_gemm(recipe: Recipe, case: MoECase) -> Recipe:
+    """Hopper: power-of-two scales kept in fp32, for rows and for the weights, which are quantized once more to have them; an fp32
+    accumulator takes each 128 of K from the tensor cores; silu(g) and silu(g) * u are stored, as the C++ operator does."""
+    assert recipe.a1 is not None
+    first = replace(recipe.a1, power_of_two=True, quotient=Quotient.ANY)
+    return replace(
+        recipe,
+        name="deep_gemm ue8m0",
+        a1=first,
+        a2=replace(first, scale_floor=_GROUP_AMAX_FLOOR / 448.0),
+        compute=(case.dtype,),
+        gate_store=case.dtype,
+        activation_store=case.dtype,
+        weight_requant=WeightQuant(format=Format.E4M3FN, layout=Layout.BLOCK128, scale_floor=_UE8M0_AMAX_FLOOR / 448.0, power_of_two=True),
+    )
