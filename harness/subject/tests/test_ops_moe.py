@@ -42,6 +42,7 @@ def test_a_row_sum_adds_every_expert_once() -> None:
 def test_ties_go_to_the_lower_expert_and_bias_only_steers() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 0.0]])
     assert _routed(logits, 2, True)[1].tolist() == [[1, 2]]
+    assert _routed(torch.zeros(3, 600), 5, True)[1].tolist() == [[0, 1, 2, 3, 4]] * 3
     weights, ids = _routed(logits, 1, False, torch.tensor([10.0, 0.0, 0.0, 0.0]))
     assert ids.tolist() == [[0]]
     assert weights.item() == pytest.approx(torch.softmax(logits, -1)[0, 0].item(), rel=1e-6)

@@ -47,12 +47,14 @@ def test_dynamic_int8_multiplies_by_127_over_amax() -> None:
 
 
 def test_127_over_amax_is_rounded_once() -> None:
-    amax = torch.arange(1, 2001, dtype=torch.float32) / 7
-    x = amax[:, None] * torch.linspace(-1, 1, 255)[None]
-    out, scale = torch.zeros(2000, 255, dtype=torch.int8), torch.zeros(2000, 1)
+    amax = (torch.arange(1, 501, dtype=torch.float64) / 7).float()
+    ties = ((torch.arange(127) + 0.5)[None] * amax.double()[:, None] / 127).float()  # where the last bit of the factor decides
+    x = torch.cat([ties, amax[:, None]], 1)
+    out, scale = torch.zeros(500, 128, dtype=torch.int8), torch.zeros(500, 1)
     q.dynamic_scaled_int8_quant(out, x, scale)
-    inverse = (127.0 / x.abs().amax(-1, keepdim=True).double()).float()  # the correctly rounded float32 quotient
+    inverse = (127.0 / amax.double()).float()[:, None]  # the correctly rounded float32 quotient
     assert torch.equal(out, torch.round(x * inverse).to(torch.int8))
+    assert not torch.equal(out, torch.round(x * (amax.reciprocal() * 127)[:, None]).to(torch.int8))
 
 
 def test_static_fp8_multiplies_by_the_reciprocal() -> None:
