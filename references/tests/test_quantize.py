@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from references.formats import torch_dtype
-from references.quantize import Quantized, quantize_activations, quantize_weights, requantize_to_max
+from references.quantize import Quantized, quantize_activations, quantize_weights, requantize_to_max, symmetric
 from references.vocabulary import ActQuant, Format, Layout, Rounding, WeightQuant
 
 
@@ -113,3 +113,7 @@ def test_requantizing_keeps_the_larger_half_and_moves_the_other() -> None:
     assert gate.codes.tolist() == [[25.0, -1.0, 0.0]]  # 25, -0.75, 0.5: to even
     assert up.codes.tolist() == [[50.0, 7.0, -1.0]]
     assert float(gate.group_scale) == float(up.group_scale) == 1.0
+
+
+def test_weights_never_use_the_code_without_a_positive_twin() -> None:
+    assert symmetric(rows([-128.0, -127.0, 127.0]), Format.INT8).tolist() == [[-127.0, -127.0, 127.0]]
