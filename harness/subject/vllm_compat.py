@@ -64,10 +64,10 @@ def _find(places: tuple[str, ...]) -> Any | None:
         module, _, name = place.partition(":")
         try:
             found = getattr(importlib.import_module(module), name, None)
-        except ModuleNotFoundError as error:
-            if error.name is None or not module.startswith(error.name):
-                raise  # the module is there and misses something else
-            continue
+        except ImportError as error:
+            if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+                continue
+            raise SubjectUnavailable(f"vllm is installed but cannot be imported: {type(error).__name__}: {error}") from error
         if found is not None:
             return found
     return None

@@ -39,7 +39,7 @@ def compiler() -> list[str]:
         return [sys.executable, "-m", "ziglang", "cc"]
     raise SubjectUnavailable(
         "the interpreter lane needs a C compiler once, to build a stub of libcuda: install cc (gcc or clang), "
-        "or the ziglang package from the package registry (pip install 'moediff[compiler]')"
+        "or the ziglang package from the package registry (pip install ziglang)"
     )
 
 
