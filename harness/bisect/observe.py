@@ -80,6 +80,11 @@ class Observation:
         return cls(**given | {"verdict": verdict, "parameters": parameters, "output": output})
 
 
+def kept_name(pair: str) -> str:
+    """File name of a pair's tensors."""
+    return f"{hashlib.sha256(pair.encode()).hexdigest()[:24]}.pt"
+
+
 def unavailable(pair: str, sentence: str) -> Observation:
     """A pair that could not be tried."""
     return Observation(pair=pair, verdict=Verdict(outcome=Outcome.UNAVAILABLE, claim=sentence, detail=sentence, signature="UNAVAILABLE"))

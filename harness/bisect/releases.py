@@ -39,14 +39,15 @@ def between(good: str, bad: str) -> tuple[str, ...]:
     if done.returncode:
         raise StateError(f"the releases of vllm could not be listed: {_reason(done.stderr)}; name them with --releases A,B,C")
     listed = re.search(r"Available versions: (.*)", done.stdout.decode())
-    versions = sorted(listed[1].split(", "), key=_order) if listed else []
+    versions = sorted(listed[1].split(", "), key=order) if listed else []
     for version in (good, bad):
         if version not in versions:
             raise StateError(f"the registry lists no release {version} of vllm; name the releases to search with --releases A,B,C")
     return tuple(versions[versions.index(good) : versions.index(bad) + 1])
 
 
-def _order(version: str) -> tuple[int, ...]:
+def order(version: str) -> tuple[int, ...]:
+    """Sorts releases by age."""
     return tuple(int(part) for part in re.findall(r"\d+", version))
 
 

@@ -109,12 +109,17 @@ class Repository:
     def between(self, good: str, bad: str) -> tuple[str, ...]:
         """``good``, then the first-parent line to ``bad``, oldest first. Raises StateError when ``good`` does not lead to ``bad``."""
         if git("merge-base", "--is-ancestor", good, bad, where=self.path, check=False).returncode:
-            bases = git("merge-base", good, bad, where=self.path, check=False).stdout.decode().split()
-            hint = f"try the commit they share, {bases[0][:12]}" if bases else "they share no history here"
-            if not bases and self.shallow:
+            base = self.merge_base(good, bad)
+            hint = f"try the commit they share, {base[:12]}" if base else "they share no history here"
+            if not base and self.shallow:
                 hint = "the clone is shallow: run `git fetch --unshallow` there"
             raise StateError(f"{good[:12]}, given as good, is no ancestor of {bad[:12]}, given as bad: {hint}")
         return (good, *self._text("rev-list", "--first-parent", "--reverse", f"{good}..{bad}").split())
+
+    def merge_base(self, one: str, other: str) -> str | None:
+        """The best commit two share, or None."""
+        bases = git("merge-base", one, other, where=self.path, check=False).stdout.decode().split()
+        return bases[0] if bases else None
 
     def touched(self, sha: str) -> tuple[str, ...]:
         """Paths a commit changes against its first parent."""

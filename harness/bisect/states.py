@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -51,6 +52,7 @@ class Plan:
     backend: Backend
     subject: str = "vllm"
     controls: bool = False
+    script: Path | None = None  # a Python program of the user's instead of pairs
 
 
 def run(trees: Sequence[Tree], plan: Plan, *, keep: Path | None = None) -> list[StateRun]:
@@ -66,6 +68,8 @@ def run(trees: Sequence[Tree], plan: Plan, *, keep: Path | None = None) -> list[
 
 def run_one(tree: Tree, plan: Plan, *, keep: Path | None = None, lane: int = 0) -> StateRun:
     """Every pair in one tree. A worker that dies is named by the pair it died in, and another goes on with the rest."""
+    if plan.script:
+        return _run_script(plan.script, tree, plan.backend, lane)
     if keep:
         keep.mkdir(parents=True, exist_ok=True)
     story = _Story()
@@ -99,6 +103,32 @@ def environment(tree: Tree, backend: Backend, lane: int = 0) -> dict[str, str]:
     paths = [*map(str, tree.paths), *([] if _ROOT.name == "site-packages" else [str(_ROOT)])]
     own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": ""}
     return {**os.environ, **worker_environment(backend, f"gw{lane}", visible_gpus()), **dict(SPECS[backend].environment), **own}
+
+
+def _run_script(script: Path, tree: Tree, backend: Backend, lane: int) -> StateRun:
+    """The user's own check, by the exit codes of ``git bisect run``; what failed is the last line it printed on stderr."""
+    name = script.name
+    command = [sys.executable, "-P", str(script.resolve())]
+    with tempfile.TemporaryDirectory(prefix="moediff-") as folder:
+        try:
+            done = subprocess.run(
+                command, cwd=folder, env=environment(tree, backend, lane), capture_output=True, text=True, timeout=PATIENCE, check=False
+            )
+        except subprocess.TimeoutExpired:
+            sentence = f"{name} did not end within {PATIENCE:.0f} s"
+            return StateRun(tree=tree, observations={name: unavailable(name, sentence)}, unavailable=sentence)
+    last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "it said nothing on stderr")
+    last = re.sub(r"^\[rank\d+\]: ", "", last)  # torch.distributed's exception hook
+    code = done.returncode
+    if code == Exit.GOOD:
+        return StateRun(
+            tree=tree, observations={name: Observation(pair=name, verdict=Verdict(outcome=Outcome.PASS, claim=f"{name} passes"))}
+        )
+    if code == Exit.CANNOT_TELL or code >= Exit.MISUSE or code == -signal.SIGKILL:
+        return StateRun(tree=tree, observations={name: unavailable(name, f"{name} ended with {code}: {last}")})
+    said = last if code > 0 else signal.Signals(-code).name
+    verdict = Verdict(outcome=Outcome.RUN_ERROR, claim=f"{name} passes; it ended with exit code {code}", detail=last, signature=said)
+    return StateRun(tree=tree, observations={name: Observation(pair=name, verdict=verdict)})
 
 
 def _work(task: Task, tree: Tree, backend: Backend, lane: int, folder: Path) -> int:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.bisect.observe import Observation, Watched, control, digest, unavailable
+from harness.bisect.observe import Observation, Watched, control, digest, kept_name, unavailable
 from harness.bisect.trouble import Exit
 from harness.pairs import Pair, parse_case, parse_entry
 from harness.subject import LoadFailed, RunFailed, SubjectUnavailable
@@ -76,12 +76,12 @@ def main(arguments: Sequence[str], open_subject: Opener = subjects.open_subject)
             tell("unavailable", f"importing vllm failed: {_place(error, task.tree)}")
             return Exit.CANNOT_TELL
         tell("opened", {"subject": subject.name, "seconds": time.perf_counter() - began})
-        for number, (case, entry) in enumerate(task.pairs):
+        for case, entry in task.pairs:
             pair = Pair(parse_case(case), parse_entry(entry))
             tell("started", pair.id)
             tell("observed", observe(pair, backend, subject, controls=task.controls).to_dict())
             if task.keep:
-                subject.keep(Path(task.keep) / f"{number}.pt")
+                subject.keep(Path(task.keep) / kept_name(pair.id))
     return Exit.GOOD
 
 

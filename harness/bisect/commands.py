@@ -1,0 +1,287 @@
+"""``moediff compare | bisect | probe | cache``: arguments, exit codes, and what is printed."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import shlex
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from cases.case import Entry, InvalidCase, Level
+from harness import preflight
+from harness.bisect import report
+from harness.bisect.cache import GIB, Cache, default_root
+from harness.bisect.differences import Difference, Symptom, compare, first_difference
+from harness.bisect.hunt import Answer, Hunt, Log, RegressOn, judge, overall
+from harness.bisect.installation import Installation
+from harness.bisect.observe import Observation, kept_name
+from harness.bisect.repository import Repository
+from harness.bisect.revisions import into_merges, line
+from harness.bisect.search import Ambiguous, Found, Status, turns
+from harness.bisect.spec import Revision, State, parse
+from harness.bisect.states import Plan, StateRun, run, run_one
+from harness.bisect.trees import planted
+from harness.bisect.trouble import Exit, StateError
+from harness.commands.output import say
+from harness.environment import environment
+from harness.exits import Misuse
+from harness.pairs import Pair, parse_entry, parse_level, select
+from harness.suite.options import OUT, parse_backend
+
+EPILOG = "exit codes, as `git bisect run` takes them: 0 good, 1 bad, 125 cannot tell, 128 misuse"
+Subparsers = Any  # argparse gives its type no public name
+
+
+def add_subcommands(commands: Subparsers) -> None:
+    """Add compare, bisect, probe and cache to a command line's subparsers."""
+    command = _command(commands, "compare", "run the same pairs in several vLLMs and show what differs", compare_states)
+    command.add_argument("words", nargs="*", metavar="REV|CASE", help="without --state: REV, compared with its first parent; then case ids")
+    command.add_argument(
+        "--state", action="append", default=[], metavar="NAME=STATE", help="a revision, release:X.Y.Z or dir:PATH, +PATCH…"
+    )
+    command.add_argument("--bits", action="store_true", help="also list what passes in both and changed bits")
+    command.add_argument("--speed", action="store_true", help="also list what became slower or faster")
+    command.add_argument("--controls", action="store_true", help="also double the scales of an expert without tokens: nothing may change")
+    _choose(command)
+
+    command = _command(commands, "bisect", "find the first revision or release that shows a failure", bisect)
+    command.add_argument("cases", nargs="*", metavar="CASE", help="case ids; default: all of the level")
+    command.add_argument("--good", required=True, metavar="REV", help="a revision, or release:X.Y.Z")
+    command.add_argument("--bad", required=True, metavar="REV", help="a later one")
+    command.add_argument("--releases", default="", metavar="A,B,C", help="the releases between, instead of asking the registry")
+    command.add_argument(
+        "--regress-on", default=RegressOn.SIGNATURE.value, choices=list(RegressOn), help="what counts as bad; default: signature"
+    )
+    command.add_argument("--resume", action="store_true", help="go on with this very search where it was interrupted")
+    _choose(command)
+
+    command = _command(commands, "probe", "judge one vLLM by its exit code, for `git bisect run`", probe)
+    command.add_argument("cases", nargs="*", metavar="CASE", help="case ids; default: all of the level")
+    command.add_argument("--state", default="", metavar="STATE", help="what to probe; default: the checkout as it lies")
+    command.add_argument(
+        "--regress-on", default=RegressOn.ANY.value, choices=[RegressOn.ANY.value, RegressOn.FIXED.value], help="default: any"
+    )
+    command.add_argument("--signature", default="", metavar="TEXT", help="only this failure is bad, as `moediff bisect` prints it")
+    _choose(command)
+
+    command = _command(commands, "cache", "list or remove the trees that compare, bisect and probe have built", manage_cache)
+    command.add_argument("--limit", type=float, metavar="GIB", help="remove the least recently used until this many GiB are left")
+    command.add_argument("--older-than", type=float, metavar="DAYS", help="remove what was not used for so long")
+    command.add_argument("--clear", action="store_true", help="remove everything that is not in use")
+
+
+def _command(commands: Subparsers, name: str, what: str, handler: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, help=what, description=handler.__doc__, epilog=EPILOG)
+
+    def refuse(message: str) -> NoReturn:
+        raise StateError(f"{message}; see `{command.prog} --help`")
+
+    command.error = refuse  # type: ignore[method-assign]  # git bisect takes argparse's own exit code 2 for a verdict
+    command.set_defaults(handler=lambda arguments: _guarded(handler, arguments))
+    return command
+
+
+def _guarded(handler: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
+    """No error of the user's or of ours may look like "bad"."""
+    try:
+        return int(handler(arguments))
+    except StateError:
+        raise
+    except (Misuse, InvalidCase) as error:
+        raise StateError(str(error)) from None
+    except Exception:  # noqa: BLE001 - Python would end with 1, which says "bad"
+        traceback.print_exc()
+        return Exit.MISUSE
+
+
+def _choose(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--repo", type=Path, metavar="PATH", help="a vLLM checkout; it is only read")
+    command.add_argument("--backend", metavar="BACKEND", help="default: the one this machine can run")
+    command.add_argument("--level", default=Level.SMOKE.value, help=f"{', '.join(Level)}; default: smoke")
+    command.add_argument("--entry", help=f"only through this entry: {', '.join(Entry)}")
+    command.add_argument("--script", type=Path, metavar="FILE", help="a Python program instead of cases; its exit code is the verdict")
+
+
+def _plan(arguments: argparse.Namespace, cases: Sequence[str], *, controls: bool = False) -> Plan:
+    backend = parse_backend(arguments.backend)
+    if script := arguments.script:
+        if cases or not script.is_file():
+            raise StateError(f"--script takes the place of cases: leave {cases[0]} out" if cases else f"there is no file {script}")
+        return Plan(pairs=(), backend=backend, script=script)
+    preflight.check(backend, "vllm")
+    entry = None if arguments.entry is None else parse_entry(arguments.entry)
+    return Plan(pairs=select(parse_level(arguments.level), cases, entry), backend=backend, controls=controls)
+
+
+def _cache() -> Cache:
+    return Cache(default_root())
+
+
+def _again() -> str:
+    return shlex.join(["moediff", *sys.argv[1:]])
+
+
+def compare_states(arguments: argparse.Namespace) -> int:
+    """Run the same pairs, bytes and seeds in several vLLMs, each in a process of its own, and show what differs."""
+    states, cases = _states_of(arguments)
+    plan = _plan(arguments, cases, controls=arguments.controls)
+    cache, installed = _cache(), Installation.find()
+    with ExitStack() as held, tempfile.TemporaryDirectory(prefix="moediff-") as folder:
+        trees = [held.enter_context(planted(state, cache, installed)) for state in states]
+        runs = run(trees, plan, keep=Path(folder))
+        differences = _differences(runs, Path(folder), bits=arguments.bits, speed=arguments.speed)
+    say(report.comparison(runs, differences, len(runs[0].observations), _again(), environment()))
+    if any(each.unavailable for each in runs):
+        return Exit.CANNOT_TELL
+    return Exit.BAD if differences else Exit.GOOD
+
+
+def _states_of(arguments: argparse.Namespace) -> tuple[list[State], list[str]]:
+    if arguments.state:
+        states = [parse(text, arguments.repo) for text in arguments.state]
+        if len(states) < 2:
+            raise StateError("one state has nothing to be compared with: give --state twice or more")
+        if len({state.name for state in states}) < len(states):
+            raise StateError("two states have the same name: write --state NAME=STATE")
+        return states, arguments.words
+    if not arguments.words:
+        raise StateError("name a revision to compare with its parent, or states with --state NAME=STATE")
+    repository = Repository.at(arguments.repo or Path())
+    after = repository.resolve(arguments.words[0])
+    before = repository.parent(after)
+    states = [
+        State(name=name, base=Revision(repository=repository.path, revision=sha)) for name, sha in (("before", before), ("after", after))
+    ]
+    return states, arguments.words[1:]
+
+
+def _differences(
+    runs: Sequence[StateRun], kept: Path, *, bits: bool, speed: bool
+) -> dict[str, list[tuple[StateRun, StateRun, Difference]]]:
+    """Per pair that differs, every state that differs from the first."""
+    found: dict[str, list[tuple[StateRun, StateRun, Difference]]] = {}
+    first = runs[0]
+    for pair, before in first.observations.items():
+        for number, other in enumerate(runs[1:], 1):
+            difference = compare(before, other.observations[pair], bits=bits, speed=speed)
+            if difference is not None:
+                if difference.symptom is not Symptom.UNAVAILABLE:
+                    name = kept_name(pair)
+                    difference = replace(difference, first=first_difference(difference, kept / "0" / name, kept / str(number) / name))
+                found.setdefault(pair, []).append((first, other, difference))
+    return found
+
+
+def bisect(arguments: argparse.Namespace) -> int:
+    """Search a first-parent line of a checkout, or the releases between two, for the first that shows a failure.
+
+    Exit codes: 0 the culprit is named, 1 the ends do not span a change, 125 several candidates are left, 128 misuse.
+    """
+    plan = _plan(arguments, arguments.cases)
+    chosen = tuple(version for version in arguments.releases.split(",") if version)
+    through = line(arguments.good, arguments.bad, arguments.repo or Path(), chosen)
+    cache, installed, on = _cache(), Installation.find(), RegressOn(arguments.regress_on)
+    asked = {
+        "good": through.names[0],
+        "bad": through.names[-1],
+        "what": str(plan.script.resolve()) if plan.script else " ".join(pair.id for pair in plan.pairs),
+        "backend": plan.backend.value,
+        "regress-on": on.value,
+        "vllm": installed.version,
+    }
+    log = OUT / "bisect" / hashlib.sha256(repr(asked).encode()).hexdigest()[:12]
+
+    def run_at(revision: str, pairs: Sequence[Pair]) -> StateRun:
+        with planted(through.state(revision), cache, installed) as tree:
+            return run_one(tree, replace(plan, pairs=tuple(pairs)))
+
+    def key_of(revision: str) -> str:
+        with planted(through.state(revision), cache, installed) as tree:
+            return tree.key
+
+    hunt = Hunt(
+        pairs=plan.pairs,
+        on=on,
+        run=run_at,
+        key_of=key_of,
+        log=Log.start(log.with_suffix(".json"), asked, resume=arguments.resume),
+        tell=lambda revision, answer: _progress(revision, answer),
+    )
+    result, merged = into_merges(hunt, through, hunt.search(through.names))
+    page = report.search(
+        report.Searched(
+            revisions=through.names,
+            result=result,
+            answers=hunt.log.answers,
+            on=on,
+            turns=turns(through.names, hunt.log.statuses),
+            failing=_failing(hunt, result.culprit if isinstance(result, Found) else through.names[-1]),
+            commits=through.commits(result),
+            touched={name: through.repository.touched(name) for name in through.commits(result)} if through.repository else {},
+            merged=merged,
+            trees=[run.tree for run in hunt.seen.values()],
+        ),
+        _again(),
+        environment(),
+    )
+    log.with_suffix(".md").write_text(page)
+    say(page)
+    if isinstance(result, Found):
+        return Exit.GOOD
+    return Exit.CANNOT_TELL if isinstance(result, Ambiguous) else Exit.BAD
+
+
+def _failing(hunt: Hunt, revision: str) -> list[Observation]:
+    """What the culprit shows: of a resumed search, what was observed in this run only."""
+    run = hunt.seen.get(revision)
+    return [] if run is None else [each for pair, each in run.observations.items() if pair in hunt.log.targets]
+
+
+def _progress(revision: str, answer: Answer) -> None:
+    sys.stderr.write(f"{revision[:12]}  {answer.status:8}{answer.why}\n")
+    sys.stderr.flush()
+
+
+def probe(arguments: argparse.Namespace) -> int:
+    """Judge one vLLM: `git bisect run moediff probe CASE…` in a vLLM checkout, or --state for any other."""
+    plan = _plan(arguments, arguments.cases)
+    state = parse(arguments.state or f"dir:{(arguments.repo or Path()).resolve()}", arguments.repo)
+    on = RegressOn.SIGNATURE if arguments.signature else RegressOn(arguments.regress_on)
+    with planted(state, _cache(), Installation.find()) as tree:
+        observed = run_one(tree, plan)
+    judged = {pair: judge(each, on, arguments.signature) for pair, each in observed.observations.items()}
+    status = overall(list(judged.values()), on)
+    say(_probed(status, observed, judged))
+    return {Status.GOOD: Exit.GOOD, Status.BAD: Exit.BAD, Status.UNKNOWN: Exit.CANNOT_TELL}[status]
+
+
+def _probed(status: Status, run: StateRun, judged: Mapping[str, Status]) -> str:
+    lines = [f"{status}: {run.tree.state} ({run.subject or run.tree.version})", *run.tree.notes]
+    if run.unavailable:
+        return "\n".join([*lines, run.unavailable])
+    decisive = [pair for pair, each in judged.items() if each is status] if status is not Status.GOOD else []
+    return "\n".join([*lines, *(f"{pair}: {report.told(run.observations[pair]) or run.observations[pair].signature}" for pair in decisive)])
+
+
+def manage_cache(arguments: argparse.Namespace) -> int:
+    """List the trees, or remove some; what a running command uses stays."""
+    cache = _cache()
+    if not cache.root.is_dir():
+        say(f"{cache.root}: empty")
+        return Exit.GOOD
+    if arguments.clear or arguments.limit is not None or arguments.older_than is not None:
+        limit = 0 if arguments.clear else cache.limit if arguments.limit is None else int(arguments.limit * GIB)
+        for entry in cache.evict(limit, older_than=(arguments.older_than or 0) * 86400):
+            say(f"removed {entry.key}  {entry.size / GIB:.2f} GiB  {entry.what}")
+    entries = cache.entries()
+    for entry in entries:
+        say(f"{entry.key}  {entry.size / GIB:.2f} GiB  {entry.what}")
+    say(f"{cache.root}: {len(entries)} trees, {sum(entry.size for entry in entries) / GIB:.2f} of {cache.limit / GIB:.0f} GiB")
+    return Exit.GOOD
