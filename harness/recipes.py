@@ -19,6 +19,7 @@ from references.vocabulary import (
     ActQuant,
     Format,
     Layout,
+    Quotient,
     Recipe,
     Rounding,
     RouterWeight,
@@ -40,7 +41,26 @@ def _runs_weight_only(case: MoECase, entry: Entry) -> bool:
     return entry is Entry.LAYER and case.weight is Format.INT8 and case.weight_scale is Layout.TENSOR and dynamic
 
 
-def _act_quant(case: MoECase, entry: Entry) -> ActQuant | None:
+def _quotient(case: MoECase) -> Quotient:
+    """How the operators of harness/subject/interpreter/ops_quant.py, and Triton's quantizer there, form x over its scale."""
+    fp8 = case.weight is Format.E4M3FN
+    match case.act_scale:
+        case ActScale.DYNAMIC_GROUP128:
+            return Quotient.RECIPROCAL
+        case ActScale.DYNAMIC_TOKEN:
+            return Quotient.DIVIDE if fp8 else Quotient.AMAX_RATIO
+        case _:
+            return Quotient.RECIPROCAL if fp8 else Quotient.DIVIDE
+
+
+def _act_quant(case: MoECase, entry: Entry, backend: Backend) -> ActQuant | None:
+    how = _act_scheme(case, entry)
+    if how is None or SPECS[backend].needs_gpu:  # Quotient.ANY: a GPU's fp32 division may be approximate
+        return how
+    return replace(how, quotient=_quotient(case))
+
+
+def _act_scheme(case: MoECase, entry: Entry) -> ActQuant | None:
     if _runs_weight_only(case, entry):
         return None
     fp8 = case.weight is Format.E4M3FN
@@ -73,9 +93,10 @@ def _weight_quant(case: MoECase) -> WeightQuant | None:
     if case.origin is not Origin.ONLINE:
         return None
     if case.weight is Format.INT8:  # online/int8.py: scale and quotient in the checkpoint's own dtype
-        return WeightQuant(format=case.weight, layout=Layout.CHANNEL, arithmetic=case.dtype)
+        return WeightQuant(format=case.weight, layout=Layout.CHANNEL, arithmetic=case.dtype, quotient=Quotient.DIVIDE)
     floors = {Layout.TENSOR: 0.0, Layout.CHANNEL: _FP8_TOKEN_FLOOR, Layout.BLOCK128: _BLOCK_CAST_AMAX_FLOOR / 448.0}
-    return WeightQuant(format=case.weight, layout=case.weight_scale, scale_floor=floors[case.weight_scale])
+    quotient = Quotient.DIVIDE if case.weight_scale is Layout.CHANNEL else Quotient.RECIPROCAL
+    return WeightQuant(format=case.weight, layout=case.weight_scale, scale_floor=floors[case.weight_scale], quotient=quotient)
 
 
 def recipe(case: MoECase, entry: Entry, backend: Backend) -> Recipe:
@@ -97,7 +118,7 @@ def _accumulator(case: MoECase, act: ActQuant | None, backend: Backend) -> Accum
 
 def _triton(case: MoECase, entry: Entry, backend: Backend) -> Recipe:
     legacy = "fused_experts" in experts_expected(case, entry, backend)
-    act = _act_quant(case, entry)
+    act = _act_quant(case, entry, backend)
     # TritonExperts computes in bf16 whenever its input arrives quantized, whatever the hidden dtype; the legacy entry does not.
     through_bf16 = not legacy and act is not None and case.dtype is not Format.BF16
     fused = not legacy and case.weight is Format.E4M3FN and case.weight_scale is Layout.BLOCK128 and case.activation is Activation.SILU
@@ -107,7 +128,7 @@ def _triton(case: MoECase, entry: Entry, backend: Backend) -> Recipe:
         name=f"triton-{'legacy' if legacy else 'modular'}{'+fused_silu_quant' if fused else ''}",
         a1=act,
         # csrc silu_and_mul_per_block_quant: fp32 from the accumulator's store to the code, its own floor
-        a2=replace(act, scale_floor=_FP8_TOKEN_FLOOR) if fused and act is not None else act,
+        a2=replace(act, scale_floor=_FP8_TOKEN_FLOOR, quotient=Quotient.DIVIDE) if fused and act is not None else act,
         compute=(Format.BF16, case.dtype) if through_bf16 else (case.dtype,),
         activation_store=Format.FP32 if fused else case.dtype,
         gate_store=case.dtype if case.activation.gated and not fused else None,  # csrc activation_kernels.cu: act(g) is rounded first
