@@ -1,8 +1,8 @@
 """Recipes of the backends that are not Triton's fused kernel, each as a change to what Triton's modular path does with the same layer.
 
 Sources, vLLM 0.33.0: ``fused_moe/experts/{cutlass,marlin,fused_humming,deep_gemm,fused_batched}_moe.py``,
-``moe_permute_unpermute_kernel.inl`` and ``marlin_template.h`` of csrc, ``marlin_utils_fp8.py``, ``fp8_utils.py``, ``utils/deep_gemm.py``; humming-kernels 0.1.19:
-``schema/{compressed_tensors,fp8}.py``, ``arith/{mainloop,epilogue}_arith.cuh``, ``kernel/process_input/*.cuh``.
+``moe_permute_unpermute_kernel.inl`` and ``marlin_template.h`` of csrc, ``marlin_utils_fp8.py``, ``fp8_utils.py``, ``utils/deep_gemm.py``;
+humming-kernels 0.1.19: ``schema/{compressed_tensors,fp8}.py``, ``arith/{mainloop,epilogue}_arith.cuh``, ``kernel/process_input/*.cuh``.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 FP8_FRACTION_BITS = 13
 FP8_STEP = 32  # K of one wgmma on 8-bit operands
-_CHUNK = 1 << 22  # products looked at at once
+_EACH_ONE = 1 << 19  # with more products than this they are bounded together
+_LEMMA = tuple((p, p**p / (1.0 + p) ** (1.0 + p)) for p in (0.5, 1.0, 2.0))  # C(p) = max over r of (1 - r) * r**p
 
 
 class Pull(NamedTuple):
@@ -56,35 +57,83 @@ def _quantum(magnitude: torch.Tensor) -> torch.Tensor:
 
 def truncation(a: Operand, w: Operand) -> Pull:
     """FP8 tensor cores, K ascending, a [M, K], w [N, K]."""
-    rows = max(1, _CHUNK // max(1, w.middle.numel()))
-    parts = [_truncation(a[first : first + rows], w) for first in range(0, a.middle.shape[0], rows)]
-    return Pull(torch.cat([part.down for part in parts]), torch.cat([part.up for part in parts]))
-
-
-def _truncation(a: Operand, w: Operand) -> Pull:
     assert a.lowest is not None
     assert w.lowest is not None
+    each_one = a.middle.numel() * w.middle.shape[0] <= _EACH_ONE
+    left, right = _Side.of(a.middle, a.radius, a.lowest), _Side.of(w.middle, w.radius, w.lowest)
     low = a.middle.new_zeros(a.middle.shape[0], w.middle.shape[0])  # the exact partial sum is in [low, high]
     high, down, up = low.clone(), low.clone(), low.clone()  # and the accumulator in [low - down, high + up]
     least = torch.full_like(low, torch.inf)  # and is a multiple of this
     for start in range(0, a.middle.shape[1], FP8_STEP):
-        k = (slice(None), slice(start, start + FP8_STEP))
-        left, right = a[k], w[k]
-        middle = left.middle[:, None] * right.middle
-        magnitude = left.magnitude[:, None] * right.magnitude
-        lowest = (a.lowest[k][:, None] * w.lowest[k]).nan_to_num(nan=torch.inf)  # 0 * inf: the product is 0
-        quantum = _quantum(torch.maximum(torch.maximum(down - low, high + up), magnitude.amax(2)))
-        lost = torch.minimum(magnitude, (quantum[:, :, None] - lowest).clamp_min(0.0))
-        spread = magnitude - middle.abs()
-        first, last = middle - spread, middle + spread
+        x, y = left.columns(start), right.columns(start)
+        middle, spread = x.middle @ y.middle.T, x.magnitude @ y.magnitude.T - x.middle.abs() @ y.middle.abs().T
+        if each_one:
+            largest = (x.magnitude[:, None] * y.magnitude).amax(2)
+        else:
+            largest = x.magnitude.amax(1, keepdim=True) * y.magnitude.amax(1)
+        quantum = _quantum(torch.maximum(torch.maximum(down - low, high + up), largest))
         carried = (quantum - least).clamp_min(0.0)
-        down = down + torch.where(last > 0, lost, 0.0).sum(2) + torch.minimum(carried, (high + up).clamp_min(0.0))
-        up = up + torch.where(first < 0, lost, 0.0).sum(2) + torch.minimum(carried, (down - low).clamp_min(0.0))
-        low, high = low + first.sum(2), high + last.sum(2)
-        least = torch.minimum(least, lowest.amin(2))
+        finest = x.lowest.amin(1, keepdim=True) * y.lowest.amin(1)
+        positive, negative = _lost_one_by_one(x, y, quantum) if each_one else _lost(x, y, quantum)
+        below = positive.masked_fill(finest >= quantum, 0.0) + torch.minimum(carried, (high + up).clamp_min(0.0))
+        above = negative.masked_fill(finest >= quantum, 0.0) + torch.minimum(carried, (down - low).clamp_min(0.0))
+        down, up, low, high = down + below, up + above, low + middle - spread, high + middle + spread
+        least = torch.minimum(least, finest)
         kept = (_quantum(torch.maximum(down - low, high + up)) - least).clamp_min(0.0)
         down, up = down + torch.where(high + up > 0, kept, 0.0), up + torch.where(low - down < 0, kept, 0.0)
     return Pull(down, up)
+
+
+class _Side(NamedTuple):
+    """One operand, [rows, K]. may_be_positive, may_be_negative: 1.0 or 0.0; vague: 1.0 where nothing is known of the low bits."""
+
+    middle: torch.Tensor
+    magnitude: torch.Tensor
+    lowest: torch.Tensor
+    may_be_positive: torch.Tensor
+    may_be_negative: torch.Tensor
+    vague: torch.Tensor
+
+    @classmethod
+    def of(cls, middle: torch.Tensor, radius: torch.Tensor | None, lowest: torch.Tensor) -> _Side:
+        spread = torch.zeros_like(middle) if radius is None else radius
+        magnitude = middle.abs() + spread
+        vague = (lowest < magnitude * 2.0**-10).to(middle.dtype)
+        return cls(middle, magnitude, lowest, (middle + spread > 0).to(middle.dtype), (middle - spread < 0).to(middle.dtype), vague)
+
+    def columns(self, start: int) -> _Side:
+        return _Side(*(each[:, start : start + FP8_STEP] for each in self))
+
+    def signed(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return weight * self.may_be_positive, weight * self.may_be_negative
+
+
+def _lost_one_by_one(x: _Side, y: _Side, quantum: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What truncating each product takes away at most, over the positive and over the negative ones."""
+    lowest = (x.lowest[:, None] * y.lowest).nan_to_num(nan=torch.inf)  # 0 * inf: the product is 0
+    lost = torch.minimum(x.magnitude[:, None] * y.magnitude, (quantum[:, :, None] - lowest).clamp_min(0.0))
+    same = torch.maximum(x.may_be_positive[:, None] * y.may_be_positive, x.may_be_negative[:, None] * y.may_be_negative)
+    other = torch.maximum(x.may_be_positive[:, None] * y.may_be_negative, x.may_be_negative[:, None] * y.may_be_positive)
+    return (lost * same).sum(2), (lost * other).sum(2)
+
+
+def _lost(x: _Side, y: _Side, quantum: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same as matrix products, by q - l <= C(p) * q * (q / l)**p (references/bounds.py) for p = 1/2, 1 and 2; a vague one loses q."""
+    known = [side.lowest.masked_fill(side.vague > 0, torch.inf) for side in (x, y)]
+    best = [torch.full_like(quantum, torch.inf)] * 2
+    for power, constant in _LEMMA:
+        factor = constant * quantum ** (1.0 + power)
+        for sign, total in enumerate(_by_sign(x, y, known[0] ** -power, known[1] ** -power)):
+            best[sign] = torch.minimum(best[sign], factor * total)
+    some = [(side.magnitude > 0).to(quantum.dtype) for side in (x, y)]
+    vague = [a + b for a, b in zip(_by_sign(x, y, x.vague, some[1]), _by_sign(x, y, some[0], y.vague), strict=True)]
+    return best[0] + quantum * vague[0], best[1] + quantum * vague[1]
+
+
+def _by_sign(x: _Side, y: _Side, left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums over k of left * right where the product may be positive, and where it may be negative."""
+    (a, b), (c, d) = x.signed(left), y.signed(right)
+    return a @ c.T + b @ d.T, a @ d.T + b @ c.T
 
 
 def truncates(accumulator: Accumulator) -> bool:
