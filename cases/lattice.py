@@ -26,7 +26,7 @@ from cases.roles import layer_key, zero_expert
 from references.formats import encode, limits, torch_dtype
 from references.moe import Expert, Projection
 from references.scales import expand
-from references.vocabulary import CheckpointFormat, Layout
+from references.vocabulary import Activation, CheckpointFormat, Layout
 
 if TYPE_CHECKING:
     from cases.case import MoECase
@@ -214,7 +214,8 @@ def _bias(case: MoECase, layout: Plan, expert: int, name: str) -> torch.Tensor:
     half = _half(layout, name)
     steps = drawn % _BIAS_STEPS
     negative = byte_string(f"{key} bias signs" if half.mixed else f"{key} signs", rows) & 1 == 1
-    values = torch.where(negative & bool(half.mixed or half.negative), -steps, steps) * 2.0**half.unit
+    squared = case.activation is Activation.RELU2_NO_MUL  # whose sums have no bit to spare for an odd bias in fp32
+    values = torch.where(negative & bool(half.mixed or half.negative), -steps, steps) * 2.0 ** (half.unit + squared)
     values[[*peak_channels(case), *dump_channels(case)]] = 0
     if expert == zero_expert(case):
         values = torch.zeros_like(values)

@@ -13,7 +13,7 @@ from enum import StrEnum
 from cases.case import Entry, InvalidCase, MoECase, Origin, entry_takes
 from cases.doors import closed
 from cases.roles import empty_expert
-from references.vocabulary import Activation, CheckpointFormat, Format, Layout, Recipe, RouterWeight
+from references.vocabulary import Activation, CheckpointFormat, Format, Layout, Quotient, Recipe, RouterWeight
 
 
 class Relation(StrEnum):
@@ -90,9 +90,12 @@ def unprovable(case: MoECase, recipe: Recipe) -> str | None:
     fp32 = case.dtype is Format.FP32
     if fp32 and case.activation in (Activation.GELU, Activation.GELU_TANH, Activation.GELU_NO_MUL):
         return "no accuracy bound says that erf and tanh reach 1 exactly, and fp32 keeps the difference"
-    dynamic = recipe.a2 is not None and recipe.a2.dynamic
-    if case.activation is Activation.RELU2_NO_MUL and dynamic and case.weight is Format.INT8 and fp32:
-        return "127 times a power of two is no square of a number that fp32 holds"
+    if case.activation is not Activation.RELU2_NO_MUL or recipe.a2 is None or not recipe.a2.dynamic:
+        return None
+    if case.weight is Format.INT8 and fp32:
+        return "127 times a power of two is no square that fp32 holds, so a2 is no power of two"
+    if case.weight is Format.E4M3FN and not fp32 and recipe.a2.quotient is Quotient.ANY:
+        return "448 times a power of two is no square, so a2 is no power of two, and how the quotient is computed decides its ties"
     return None
 
 
