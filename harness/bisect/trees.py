@@ -22,7 +22,7 @@ from harness.bisect.installation import Installation, is_compiled
 from harness.bisect.repository import SOURCES, Repository, apply_patch
 from harness.bisect.spec import Directory, Release, Revision, State
 
-_FORMAT = "1"  # part of every key: raise it when trees are built differently
+_FORMAT = "2"  # part of every key: raise it when trees are built differently
 _BUILT_FOLDERS = ("vllm_flash_attn", "third_party")  # filled by vLLM's build, partly or wholly
 _HUMMING = re.compile(r"^(?:Requires-Dist: *)?humming-kernels *(?:\[[^]]*\])? *== *([\w.]+)", re.MULTILINE)
 
@@ -168,22 +168,27 @@ def _files(root: Path) -> Iterator[Path]:
             yield from (Path(where) / name for name in sorted(names))
 
 
+def _is_linked(file: Path) -> bool:
+    """Compiled files, and what vendored packages bring besides Python (half of a wheel's text): too large to copy, never patched."""
+    return is_compiled(file.name) or ("third_party" in file.parts and file.suffix != ".py")
+
+
 def _content_of(root: Path) -> str:
-    """Names the sources below ``root`` by their bytes, compiled files by size and time."""
+    """Names the sources below ``root`` by their bytes, linked files by size and time."""
     digest = hashlib.sha256()
     for file in _files(root):
         stat = file.stat()
-        data = f"{stat.st_size} {stat.st_mtime_ns}".encode() if is_compiled(file.name) else file.read_bytes()
+        data = f"{stat.st_size} {stat.st_mtime_ns}".encode() if _is_linked(file) else file.read_bytes()
         digest.update(f"{file.relative_to(root)}\0{len(data)}\0".encode() + data)
     return digest.hexdigest()
 
 
 def _copy(root: Path, into: Path, *, hard: bool = False) -> None:
-    """Copy the sources below ``root``; compiled files are linked."""
+    """Copy the sources below ``root``; large files that nobody patches are linked."""
     for file in _files(root):
         target = into / file.relative_to(root)
         target.parent.mkdir(parents=True, exist_ok=True)
-        if not is_compiled(file.name):
+        if not _is_linked(file):
             shutil.copyfile(file, target)
         elif hard:
             os.link(file, target)
