@@ -137,7 +137,7 @@ def _divided(x: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, qmax: flo
         case Quotient.RECIPROCAL:
             ratio = x * (1.0 / scale)
         case Quotient.AMAX_RATIO:
-            ratio = x * (qmax / amax)
+            ratio = x * (torch.full_like(amax, qmax) / amax)  # qmax / amax would be amax.reciprocal() * qmax: two roundings
     return torch.where(scale == 0, torch.zeros_like(ratio), ratio)
 
 
