@@ -160,3 +160,14 @@ def test_fits_name_experts_and_admit_that_nothing_fits() -> None:
 
     assert "GATE_UP_SWAPPED on experts 1, 3: gate and up (w1 and w3) are exchanged" in fits(0.01)
     assert "none of the named faults; the nearest, GATE_UP_SWAPPED, leaves 0.99" in fits(0.99)
+
+
+def test_where_every_sum_is_exact_the_claim_is_equality() -> None:
+    lattice = MoECase.from_id("int8-channel-dyntoken-quark-relu2_no_mul-bf16-e4k2m8h128i64-balanced-lattice")
+    actual, answer = ran(None, lattice)
+    assert torch.equal(answer.low, answer.high)
+    passed = verdict_of(actual, answer, case=lattice)
+    assert (passed.outcome, passed.margin) == (Outcome.PASS, 0.0)
+    assert "the output equals the reference's" in passed.claim
+    broken = verdict_of(*ran(Fault.STALE_ROW, lattice), case=lattice)
+    assert (broken.outcome, broken.signature) == (Outcome.NOT_IDENTICAL, "STALE_ROW")
