@@ -103,9 +103,7 @@ class Ledger:
                 return Judged(standing=Standing.CLEAN)
             return Judged(standing=Standing.NEW, sentence=f"{verdict.outcome} and no entry of {LEDGER.name} knows it")
         if not failed:
-            sentence = (
-                f"ledger entry '{issue.id}' expects {issue.outcome}, but it ended {verdict.outcome}: if fixed, narrow `vllm`"
-            )
+            sentence = f"ledger entry '{issue.id}' expects {issue.outcome}, but it ended {verdict.outcome}: if fixed, narrow `vllm`"
             return Judged(standing=Standing.STOPPED_FAILING, issue=issue, sentence=sentence)
         if verdict.outcome is issue.outcome and matches(verdict.signature, issue.signature):
             return Judged(standing=Standing.KNOWN, issue=issue, sentence=issue.note)
