@@ -226,4 +226,3 @@ def lattice_logits(case: MoECase, chosen: torch.Tensor) -> torch.Tensor:
     """[M, E] float32: 0 for the chosen experts, so that softmax gives 1/k to the bit when k is a power of two; exp of the others is 0."""
     others = -200.0 - torch.arange(case.experts, dtype=torch.float32).expand(case.tokens, case.experts)
     return others.scatter(1, chosen, 0.0)
-

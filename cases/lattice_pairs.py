@@ -113,5 +113,3 @@ def _nightly() -> Iterator[Pair]:
 
 def _doors(case: MoECase) -> Iterator[Pair]:
     return ((case, entry) for entry in Entry if entry_takes(case, entry) and closed(case, entry) is None)
-
-

@@ -57,7 +57,7 @@ def prove(experts: Sequence[Expert], hidden_states: torch.Tensor, routing: Routi
 
 
 def _first_open(low: torch.Tensor, high: torch.Tensor) -> str:
-    """"[i, j] in [low, high]" of the first element that is not one finite number; empty when there is none."""
+    """ "[i, j] in [low, high]" of the first element that is not one finite number; empty when there is none."""
     where = ((low != high) | ~torch.isfinite(low)).nonzero()
     if not len(where):
         return ""
