@@ -83,7 +83,20 @@ def _command(commands: Subparsers, name: str, what: str, handler: Callable[[argp
     def refuse(message: str) -> NoReturn:
         raise StateError(f"{message}; see `{command.prog} --help`")
 
-    command.error = refuse  # type: ignore[method-assign]  # git bisect takes argparse's own exit code 2 for a verdict
+    plain = command.parse_known_args
+
+    def parse_all(arguments: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
+        command.parse_known_args = plain  # type: ignore[method-assign]
+        try:
+            found, unknown = command.parse_known_intermixed_args(arguments, namespace)
+        finally:
+            command.parse_known_args = parse_all  # type: ignore[assignment, method-assign]
+        if unknown:
+            refuse(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+    # git bisect would take argparse's own exit code 2 for a verdict, and cases may stand before and after options
+    command.error, command.parse_known_args = refuse, parse_all  # type: ignore[assignment, method-assign]
     command.set_defaults(handler=lambda arguments: _guarded(handler, arguments))
     return command
 
