@@ -109,7 +109,8 @@ def worker(pytestconfig: pytest.Config) -> Iterator[Worker]:
         made.open()
     except (SubjectUnavailable, Misuse) as error:
         pytestconfig.stash[STOPPED] = Stopped(str(error), getattr(error, "exit", Exit.MISUSE))
-        pytest.fail(str(error), pytrace=False)
+    if stopped := pytestconfig.stash.get(STOPPED, None):
+        pytest.fail(stopped.sentence, pytrace=False)
     yield made
     made.close()
 
@@ -148,7 +149,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Cases by outcome, upstream faults confirmed, what is new, where the records are."""
     config = terminalreporter.config
-    if stopped := config.stash.get(STOPPED, None):
+    if (stopped := config.stash.get(STOPPED, None)) and not hasattr(config, "workerinput"):
         sys.stderr.write(f"moediff: {stopped.sentence}\n")
     if records := config.stash.get(GATHERED, None):
         from reports import summary  # only now: collecting must stay quick
