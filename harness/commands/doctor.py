@@ -6,6 +6,7 @@ import subprocess
 import sys
 from argparse import Namespace
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from harness.backends import Backend
@@ -29,10 +30,10 @@ except SubjectUnavailable as error:
 def main(_: Namespace) -> int:
     """Always 0: telling is all it does."""
     here = environment()
-    installed = Table("installed", "version", title="Environment", title_justify="left")
+    installed = Table("installed", "version", title="Environment", title_justify="left", box=SIMPLE_HEAD)
     for name in (*PACKAGES, *(name for name in here if name not in PACKAGES)):
         installed.add_row(name, here.get(name, "not installed") or "none")
-    backends = Table("backend", "runs here", "because", title="Backends", title_justify="left")
+    backends = Table("backend", "runs here", "because", title="Backends", title_justify="left", box=SIMPLE_HEAD)
     for backend in Backend:
         runs, because = diagnose(backend)
         backends.add_row(backend.value, "yes" if runs else "no", because)

@@ -6,6 +6,8 @@ import sys
 
 from rich.console import Console, RenderableType
 
+_WIDE = 140
+
 
 def say(text: str) -> None:
     """One block of plain text."""
@@ -14,7 +16,7 @@ def say(text: str) -> None:
 
 
 def draw(*what: RenderableType) -> None:
-    """Tables and styled text; plain where stdout is no terminal."""
-    console = Console(highlight=False, soft_wrap=False)
+    """Tables and styled text; plain, and wide enough for an id, where stdout is no terminal."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
     for each in what:
         console.print(each)
