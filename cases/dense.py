@@ -115,8 +115,9 @@ def _scales(case: MoECase) -> dict[str, torch.Tensor]:
     shapes = {name: case.scale_shape(name) if prequantized else (case.shape(name)[0], 1) for name in case.projections}
     drawn: list[torch.Tensor] = []
     for name in case.projections:
-        tensor_halves = shapes[name] == () and name != "down_proj"  # one value each: the ratio alone tells them apart
-        factors = grid(f"{layer_key(case)} {'w13' if tensor_halves else name}.scale", (case.experts, *shapes[name]), 0.6, 1.5)
+        # few values each: gate and up share the spread, so that their ratio is the expert's and never near 1 by chance
+        few = prequantized and case.weight_scale is not Layout.CHANNEL and name != "down_proj"
+        factors = grid(f"{layer_key(case)} {'w13' if few else name}.scale", (case.experts, *shapes[name]), 0.6, 1.5)
         size = target[name] / (unit * case.shape(name)[1] ** 0.5)
         drawn.append(factors * size.view(-1, *(1 for _ in shapes[name])))
         if name == "up_proj":
