@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from cases.case import ActScale, Entry, MoECase, Origin
 from harness.backends import SPECS, Backend, experts_expected, runs_default
+from harness.installed import ue8m0_scales
 from harness.recipes_cuda import for_backend
 from harness.refusals import quark_int8_static
 from references.vocabulary import (
@@ -121,11 +122,15 @@ def _triton(case: MoECase, entry: Entry, backend: Backend) -> Recipe:
     act = _act_quant(case, entry, backend)
     # TritonExperts computes in bf16 whenever its input arrives quantized, whatever the hidden dtype; the legacy entry does not.
     through_bf16 = not legacy and act is not None and case.dtype is not Format.BF16
+    ue8m0 = SPECS[backend].needs_gpu and case.weight_scale is Layout.BLOCK128 and case.weight is Format.E4M3FN and ue8m0_scales()
+    if ue8m0 and act is not None:
+        act = replace(act, power_of_two=True, quotient=Quotient.ANY)
     fused = not legacy and case.weight is Format.E4M3FN and case.weight_scale is Layout.BLOCK128 and case.activation is Activation.SILU
+    fused = fused and not ue8m0
     on_input = RouterWeight.GEMM1 if legacy else RouterWeight.INPUT
     per_tensor_halves = case.weight_scale is Layout.TENSOR and case.activation.gated and case.origin is Origin.PREQUANTIZED
     return Recipe(
-        name=f"triton-{'legacy' if legacy else 'modular'}{'+fused_silu_quant' if fused else ''}",
+        name=f"triton-{'legacy' if legacy else 'modular'}{'+fused_silu_quant' if fused else ''}{'+ue8m0' if ue8m0 else ''}",
         a1=act,
         # csrc silu_and_mul_per_block_quant: fp32 from the accumulator's store to the code, its own floor
         a2=replace(act, scale_floor=_FP8_TOKEN_FLOOR, quotient=Quotient.DIVIDE) if fused and act is not None else act,

@@ -113,7 +113,8 @@ def _humming_a8(recipe: Recipe, case: MoECase) -> Recipe:
 def _deep_gemm(recipe: Recipe, case: MoECase) -> Recipe:
     """Hopper: power-of-two scales kept in fp32, for rows and for the weights, which are quantized once more to have them; an fp32
     accumulator takes each 128 of K from the tensor cores; silu(g) and silu(g) * u are stored, as the C++ operator does."""
-    assert recipe.a1 is not None
+    if recipe.a1 is None:
+        return recipe  # refused
     first = replace(recipe.a1, power_of_two=True, quotient=Quotient.ANY)
     return replace(
         recipe,

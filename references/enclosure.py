@@ -92,7 +92,7 @@ def _expert_gemms(
         if not mine.numel():
             continue
         trace(f"codes of expert {e}'s weights in {name}", Interval(matrix.low, matrix.high))
-        bare = replace(matrix, scale=None) if recipe.epilogue is Epilogue.CHANNEL_STORED else matrix
+        bare = replace(matrix, scale=None) if recipe.epilogue is Epilogue.CHANNEL_STORED else matrix.multiplied_out()
         x = gemm(prepared[mine], None if scale is None else scale[mine], bare, recipe.accumulator)
         trace(f"sums of {name} in expert {e}", x)
         if matrix.bias is not None and in_fp32:

@@ -26,7 +26,7 @@ def for_kernel(matrix: Matrix, recipe: Recipe) -> Matrix:
     if recipe.weight_scale_store is not None and matrix.scale is not None:
         matrix = replace(matrix, scale=round_to(matrix.scale, recipe.weight_scale_store))
     if recipe.weight_store is not None and matrix.scale is not None:
-        matrix = _multiplied_out(matrix, recipe.weight_store)
+        matrix = replace(matrix, store=recipe.weight_store)
     if recipe.accumulator is Accumulator.TENSOR_CORE and matrix.format is Format.FP32:
         matrix = _mapped(matrix, tf32)
     return matrix
@@ -41,12 +41,6 @@ def _mapped(matrix: Matrix, step: Callable[[torch.Tensor], torch.Tensor]) -> Mat
 
 def _per_element(scale: torch.Tensor, columns: int) -> torch.Tensor:
     return scale if scale.shape[1] == 1 else scale.repeat_interleave(GROUP, 1)[:, :columns]
-
-
-def _multiplied_out(matrix: Matrix, fmt: Format) -> Matrix:
-    assert matrix.scale is not None
-    scale = _per_element(matrix.scale, matrix.codes.shape[1])
-    return replace(_mapped(matrix, lambda codes: round_to(codes * scale, fmt)), scale=None, format=fmt)
 
 
 def _quantized_again(matrix: Matrix, how: WeightQuant) -> Matrix:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from references.bounds import requantized_hull, weight_code_hull
-from references.formats import decode
+from references.formats import decode, round_to
 from references.kernel_layout import for_kernel
 from references.quantize import Quantized, quantize_weights, requantize_to_max
 from references.scales import GROUP, expand, groups
@@ -31,6 +31,7 @@ class Matrix:
     codes, low, high: [N, K] float64; low <= codes <= high, the very same tensor when nothing is in doubt.
     scale: [N, G] float64, G = 1 or ceil(K / 128) (one per 128 columns); None when there is none.
     bias: [N] float64 or None.
+    store: the format in which codes * scale enter the GEMM; None: the scale multiplies sums.
     """
 
     codes: torch.Tensor
@@ -39,14 +40,25 @@ class Matrix:
     format: Format
     scale: torch.Tensor | None
     bias: torch.Tensor | None
+    store: Format | None = None
 
     def values(self) -> torch.Tensor:
-        """codes * scale, [N, K] float64."""
+        """codes * scale, [N, K] float64, as the GEMM reads them."""
+        return self._scaled(self.codes)
+
+    def multiplied_out(self) -> Matrix:
+        """The same weights with no scale left to multiply sums; itself when nothing is stored."""
+        if self.store is None or self.scale is None:
+            return self
+        low, high = self._scaled(self.low), self._scaled(self.high)
+        codes = low if self.low is self.high else self._scaled(self.codes)
+        return Matrix(codes=codes, low=low, high=low if self.low is self.high else high, format=self.store, scale=None, bias=self.bias)
+
+    def _scaled(self, codes: torch.Tensor) -> torch.Tensor:
         if self.scale is None:
-            return self.codes
-        if self.scale.shape[1] == 1:
-            return self.codes * self.scale
-        return self.codes * self.scale.repeat_interleave(GROUP, 1)[:, : self.codes.shape[1]]
+            return codes
+        per_element = self.scale if self.scale.shape[1] == 1 else self.scale.repeat_interleave(GROUP, 1)[:, : codes.shape[1]]
+        return codes * per_element if self.store is None else round_to(codes * per_element, self.store)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
