@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import get_context
 from statistics import median
 
 import torch
@@ -150,7 +151,7 @@ def sample(backend: Backend, per_fault: int) -> dict[Pair, tuple[Fault, ...]]:
 def table(backend: Backend) -> Group:
     """Every smoke pair with every fault that applies, as tables; minutes of work, on all cores."""
     smoke = pairs(Level.SMOKE)
-    with ProcessPoolExecutor(cores(), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ProcessPoolExecutor(cores(), get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         work = pool.map(partial(show, backend=backend), smoke, chunksize=4)
         shown = list(track(work, "sensitivity", total=len(smoke), console=Console(stderr=True), transient=True))
     return render([trial for each in shown for trial in each.trials], [each.resolution for each in shown])
