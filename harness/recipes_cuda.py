@@ -56,7 +56,7 @@ def _cutlass(recipe: Recipe, case: MoECase) -> Recipe:
 
 
 def _weight_only(recipe: Recipe, case: MoECase, name: str) -> Recipe:
-    """Activations stay in the hidden dtype. Block scales are rounded to it and multiplied out before the tensor cores."""
+    """Activations stay in the hidden dtype, to which scales are rounded; block scales are multiplied out before the tensor cores."""
     block = case.weight_scale is Layout.BLOCK128
     return replace(
         recipe,
@@ -72,9 +72,10 @@ def _weight_only(recipe: Recipe, case: MoECase, name: str) -> Recipe:
 
 
 def _marlin(recipe: Recipe, case: MoECase) -> Recipe:
-    """Every scale is rounded to the hidden dtype; bias and router weight meet the stored result, in its dtype."""
+    """Every scale is rounded to the hidden dtype and multiplies fp32 sums, those of a block where there are blocks; bias and router
+    weight meet the stored result, in its dtype."""
     gate_store = case.dtype if case.activation.gated else None
-    return replace(_weight_only(recipe, case, "marlin"), gate_store=gate_store, epilogue=Epilogue.BIAS_STORED)
+    return replace(_weight_only(recipe, case, "marlin"), gate_store=gate_store, epilogue=Epilogue.BIAS_STORED, weight_store=None)
 
 
 def _humming(recipe: Recipe, case: MoECase) -> Recipe:
@@ -124,5 +125,12 @@ def _deep_gemm(recipe: Recipe, case: MoECase) -> Recipe:
         compute=(case.dtype,),
         gate_store=case.dtype,
         activation_store=case.dtype,
-        weight_requant=WeightQuant(format=Format.E4M3FN, layout=Layout.BLOCK128, scale_floor=_UE8M0_AMAX_FLOOR / 448.0, power_of_two=True),
+        weight_requant=WeightQuant(
+            format=Format.E4M3FN,
+            layout=Layout.BLOCK128,
+            scale_floor=_UE8M0_AMAX_FLOOR / 448.0,
+            quotient=Quotient.RECIPROCAL,
+            power_of_two=True,
+            scale_by_reciprocal=True,
+        ),
     )

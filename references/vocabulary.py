@@ -146,6 +146,7 @@ class WeightQuant:
     arithmetic: Format = Format.FP32  # dtype in which scale and quotient are computed
     quotient: Quotient = Quotient.ANY
     power_of_two: bool = False  # the scale is raised to the next power of two (UE8M0)
+    scale_by_reciprocal: bool = False  # the scale is amax * (1 / qmax): what torch makes of tensor / number on CUDA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
