@@ -73,7 +73,7 @@ def main() -> None:
         sys.exit(125)
     watch_conversion()
     config = vllm_compat.vllm_config("humming", torch.float16, **SIZES)
-    no_device = mock.patch.object(torch.cuda, "device", lambda *_: contextlib.nullcontext())  # the context around converting
+    no_device = mock.patch.object(torch.cuda, "device", return_value=contextlib.nullcontext())  # the context around converting
     with vllm_compat.current_config(config), torch.device("cpu"), no_device:
         vllm_compat.prepare_process("cpu")
         layer = make_layer(surface["online config"](surface["online arguments"](None, {"moe": "mxfp8"})))
