@@ -205,7 +205,7 @@ EXEMPTIONS: tuple[Exemption, ...] = (
         relation=Relation.DROPPED_TOKENS,
         reason="a dynamic per-tensor scale depends on the tokens that are dropped",
         when=lambda place: coupled(place.recipe),
-        shown_by=(f"int8-tensor-dyntensor-raw-silu-fp32-{_SIZE}-lattice", _DIRECT),
+        shown_by=(f"int8-tensor-dyntensor-raw-silu-fp32-{_SIZE}-lattice-s1", _DIRECT),
     ),
     Exemption(
         relation=Relation.WEIGHT_ON_INPUT,

@@ -37,12 +37,12 @@ def stale(options: Options) -> list[str]:
     return [
         f"ledger entry '{issue.id}' matches no pair of level {level}: mend its patterns, or remove it"
         for level in Level
-        for issue in known.unmatched(_ids(level, options.backend), options.backend, here)
+        for issue in known.unmatched(ids(level, options.backend), options.backend, here)
         if issue.level is level
     ]
 
 
-def _ids(level: Level, backend: Backend) -> list[tuple[str, Entry]]:
+def ids(level: Level, backend: Backend) -> list[tuple[str, Entry]]:
     """What entries may speak of: pairs, lattice pairs, and ``relation:case`` of these."""
     exact = lattice_pairs(level)
     related = [(f"{relation}:{case.id}", entry) for case, entry in exact for relation in asked(case, entry, backend)]
