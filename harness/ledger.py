@@ -124,6 +124,9 @@ def load(path: Path = LEDGER) -> Ledger:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise LedgerError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        number = error.object[: error.start].count(b"\n") + 1
+        raise LedgerError(f"{path}:{number}: not UTF-8 text (byte 0x{error.object[error.start]:02x}); save the file as UTF-8") from None
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

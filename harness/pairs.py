@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from _pytest.mark.expression import Expression  # not public, and what -k itself calls
+
 from cases.case import Entry, InvalidCase, Level, MoECase, entry_takes
 from cases.generate import pairs
 from harness.backends import Backend
@@ -51,6 +53,15 @@ def parse_case(text: str) -> MoECase:
         return MoECase.from_id(text)
     except InvalidCase as error:
         raise Misuse(f"'{text}' is not a case: {error}; `moediff list` prints ids that are") from None
+
+
+def parse_expression(text: str) -> str:
+    """What ``-k`` takes. Raises Misuse: under xdist a bad one would end every worker and not say why."""
+    try:
+        Expression.compile(text)
+    except SyntaxError as error:
+        raise Misuse(f"'{text}' is not an expression for -k ({error.msg}); write words joined by and, or, not") from None
+    return text
 
 
 def select(level: Level, case_ids: Iterable[str] = (), entry: Entry | None = None) -> tuple[Pair, ...]:

@@ -14,6 +14,14 @@ from references.vocabulary import Activation, Recipe
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+# Both evaluations add up in float64, each in its own order: gamma(n) with u = 2**-53 over n = 2**12 terms, more than any K here, at the
+# size of the largest output, since a sum may cancel.
+_FLOAT64_NOISE = 2.0**12 * 2.0**-53
+
+
+class ReferenceDisagreesWithItself(ArithmeticError):
+    """The recipe on numbers lies outside the recipe on intervals: one of the two is wrong, and no verdict may rest on them."""
+
 
 def answer(experts: Sequence[Expert], hidden_states: torch.Tensor, routing: Routing, activation: Activation, recipe: Recipe) -> Answer:
     """Expected values and the interval every honest result lies in.
@@ -23,6 +31,7 @@ def answer(experts: Sequence[Expert], hidden_states: torch.Tensor, routing: Rout
 
     Raises:
         ValueError: when checkpoint and recipe contradict each other (a missing static scale, top-k other than 1 with weights on input).
+        ReferenceDisagreesWithItself: expected outside [low, high] by more than float64's own noise.
     """
     loaded = load(experts, recipe)
     contributions = forward(loaded, hidden_states, routing, activation, recipe)
@@ -31,6 +40,7 @@ def answer(experts: Sequence[Expert], hidden_states: torch.Tensor, routing: Rout
     low = torch.nan_to_num(bounds.low, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     high = torch.nan_to_num(bounds.high, nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
     finite = torch.isfinite(expected)
+    _agree(expected, low, high, finite)
     return Answer(
         expected=expected,
         low=torch.where(finite, torch.minimum(low, expected), expected),
@@ -39,3 +49,15 @@ def answer(experts: Sequence[Expert], hidden_states: torch.Tensor, routing: Rout
         routing=routing,
         output=recipe.output,
     )
+
+
+def _agree(expected: torch.Tensor, low: torch.Tensor, high: torch.Tensor, finite: torch.Tensor) -> None:
+    outside = torch.maximum(low - expected, expected - high).masked_fill(~finite, 0.0)
+    wrong = outside > _FLOAT64_NOISE * float(expected.abs().masked_fill(~finite, 0.0).amax())
+    if bool(wrong.any()):
+        token, channel = divmod(int(outside.argmax()), expected.shape[1])
+        interval = f"[{float(low[token, channel])!r}, {float(high[token, channel])!r}]"
+        raise ReferenceDisagreesWithItself(
+            f"token {token}, channel {channel}: the reference's number {float(expected[token, channel])!r} is not in its own interval "
+            f"{interval}, nor are {int(wrong.sum()) - 1} more; references/moe.py or enclosure.py, or what it calls, is wrong"
+        )

@@ -119,6 +119,8 @@ def forward(
     tokens, top_k = routing.topk_ids.shape
     hidden_format = recipe.compute[-1]
     weights = routing.topk_weights.reshape(-1, 1)
+    if recipe.router_weight_exact:  # given to the kernel as fp32
+        weights = round_to(weights, Format.FP32)
     x = hidden_states.to(torch.float64)
     if recipe.router_weight is RouterWeight.INPUT:
         if top_k != 1:

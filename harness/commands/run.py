@@ -9,9 +9,9 @@ import pytest
 
 from harness import ledger
 from harness.exits import Exit, Misuse
-from harness.pairs import parse_entry, parse_level, select
+from harness.pairs import parse_entry, parse_expression, parse_level, select
 from harness.preflight import check
-from harness.suite.options import parse_backend
+from harness.suite.options import made, parse_backend
 
 SUITE = Path(__file__).parent.parent / "suite"
 
@@ -22,6 +22,8 @@ def main(arguments: Namespace) -> int:
     entry = None if arguments.entry is None else parse_entry(arguments.entry)
     pairs = select(parse_level(arguments.level), arguments.cases, entry)
     ledger.load(ledger.LEDGER)
+    parse_expression(arguments.expression or "")
+    made(Path(arguments.records))
     check(backend, arguments.subject)
     options = [f"--backend={backend}", f"--level={arguments.level}", f"--subject={arguments.subject}", f"--records={arguments.records}"]
     options += [f"--case={case}" for case in arguments.cases]

@@ -10,7 +10,7 @@ from cases.case import Entry, Level
 from harness.backends import Backend, UnknownBackend, has_entry
 from harness.exits import Misuse
 from harness.gpus import default_backend, visible_gpus
-from harness.pairs import Pair, parse_entry, parse_level, select
+from harness.pairs import Pair, parse_entry, parse_expression, parse_level, select
 
 if TYPE_CHECKING:
     import pytest
@@ -41,6 +41,7 @@ class Options:
     def of(cls, config: pytest.Config) -> Options:
         """Raises Misuse with a sentence for the option that is wrong."""
         entry, records = config.getoption("entry"), config.getoption("records")
+        parse_expression(config.getoption("keyword"))
         return cls(
             backend=parse_backend(config.getoption("backend")),
             level=parse_level(config.getoption("level")),
@@ -59,6 +60,15 @@ def parse_backend(text: str | None) -> Backend:
         return Backend.parse(text)
     except UnknownBackend as error:
         raise Misuse(str(error)) from None
+
+
+def made(records: Path) -> Path:
+    """The directory for records, made if it is not there. Raises Misuse."""
+    try:
+        records.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Misuse(f"records cannot be written to {records} ({error.strerror}); name a directory that can be with --records") from None
+    return records
 
 
 def add_to(parser: pytest.Parser) -> None:

@@ -20,9 +20,10 @@ from harness.backends import SPECS
 from harness.exits import Exit, Misuse
 from harness.gpus import cores, visible_gpus, worker_count, worker_environment
 from harness.ledger import LedgerError
+from harness.preflight import check
 from harness.subject import SubjectUnavailable
 from harness.suite import gather
-from harness.suite.options import Options, add_to
+from harness.suite.options import Options, add_to, made
 from harness.suite.worker import Worker
 from reports.records import Record, Status
 
@@ -104,15 +105,19 @@ def worker(pytestconfig: pytest.Config) -> Iterator[Worker]:
     """The process's worker; opens the subject with its first pair."""
     options = pytestconfig.stash[OPTIONS]
     prepare_process(options)
-    made = Worker(options, pytestconfig.stash[DIRECTORY], worker_id())
+    opened: Worker | None = None
     try:
-        made.open()
+        if SPECS[options.backend].needs_gpu:
+            check(options.backend, options.subject)
+        opened = Worker(options, made(pytestconfig.stash[DIRECTORY]), worker_id())
+        opened.open()
     except (SubjectUnavailable, Misuse) as error:
         pytestconfig.stash[STOPPED] = Stopped(str(error), getattr(error, "exit", Exit.MISUSE))
     if stopped := pytestconfig.stash.get(STOPPED, None):
         pytest.fail(stopped.sentence, pytrace=False)
-    yield made
-    made.close()
+    assert opened is not None
+    yield opened
+    opened.close()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -136,13 +141,18 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Once every worker has ended: one file of records, and an exit status that says what they say."""
     directory = session.config.stash[DIRECTORY]
-    if hasattr(session.config, "workerinput") or not directory.is_dir():
+    if hasattr(session.config, "workerinput"):
+        return
+    stopped = session.config.stash.get(STOPPED, None)
+    if stopped:
+        session.exitstatus = stopped.exit
+    if not directory.is_dir():
         return
     session.config.stash[GATHERED] = gathered = gather.gather(directory)
     session.config.stash[STALE] = stale = gather.stale(session.config.stash[OPTIONS])
-    if stopped := session.config.stash.get(STOPPED, None):
-        session.exitstatus = stopped.exit
-    elif session.exitstatus == Exit.AS_THE_LEDGER_SAYS and (stale or any(record.status is Status.NEW for record in gathered)):
+    if stopped:
+        return
+    if session.exitstatus == Exit.AS_THE_LEDGER_SAYS and (stale or any(record.status is Status.NEW for record in gathered)):
         session.exitstatus = Exit.NEWS
 
 

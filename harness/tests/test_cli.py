@@ -57,6 +57,8 @@ def test_doctor_says_what_is_installed_and_why_a_backend_cannot_run(
         (["run", "--level", "all"], "unknown level 'all'; the levels are smoke, nightly, deep"),
         (["list", "--level", "all"], "unknown level 'all'"),
         (["list", "--entry", "back"], "unknown entry 'back'; the entries are layer, fused_experts"),
+        (["run", "--subject", "fake", "-k", "and and"], "'and and' is not an expression for -k (expected not OR left parenthesis"),
+        (["run", "--subject", "fake", "--records", str(Path(__file__) / "below")], "records cannot be written to"),
         (["run", "int8"], "'int8' is not a case: id 'int8' has 1 of at least 8 parts"),
         (["show", FIRST.case.id.replace("-e", "-x", 1)], "is not a case"),
         (["show", "int8-block128-dyngroup128-ct-silu-fp16-e4k9m8h128i64-balanced"], "is not a case"),  # k > E

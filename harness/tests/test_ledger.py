@@ -86,6 +86,14 @@ def test_a_malformed_file_is_told_by_file_and_line(tmp_path: Path, text: str, li
     assert says in str(error.value)
 
 
+def test_a_file_that_is_not_utf_8_is_told_by_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.toml"
+    path.write_bytes(ENTRY.encode() + b"# caf\xe9\n")
+    with pytest.raises(LedgerError, match="not UTF-8 text") as error:
+        load(path)
+    assert str(error.value).startswith(f"{path}:{ENTRY.count(chr(10)) + 1}: ")
+
+
 def test_a_missing_file_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="cannot be read"):
         load(tmp_path / "none.toml")

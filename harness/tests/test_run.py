@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -58,6 +59,27 @@ def test_every_pair_of_smoke_has_one_record_and_a_clean_run_ends_with_0(tmp_path
     assert {record.worker for record in ended.records.values()} == {"gw0", "gw1"}
     assert "Nothing new" in ended.text
     assert next(tmp_path.glob("*/index.html")).is_file()
+
+
+def test_a_bad_expression_is_one_sentence_and_2_under_plain_pytest_too(tmp_path: Path) -> None:
+    ended = pytest_run(tmp_path, "-n2", "-k", "and and")
+    assert ended.code == 2
+    assert "is not an expression for -k" in ended.text + ended.errors
+    assert "INTERNALERROR" not in ended.text
+
+
+def test_records_that_cannot_be_written_end_with_2_under_plain_pytest_too(tmp_path: Path) -> None:
+    ended = pytest_run(tmp_path, "-n1", *some(1), f"--records={Path(__file__) / 'below'}")
+    assert ended.code == 2
+    assert "records cannot be written to" in ended.text + ended.errors
+    assert "Traceback" not in ended.text
+
+
+def test_a_backend_without_its_gpu_ends_with_125_under_plain_pytest_too(tmp_path: Path) -> None:
+    ended = pytest_run(tmp_path, "-n1", *some(1), "--backend=triton", "--subject=vllm", CUDA_VISIBLE_DEVICES="", NVIDIA_VISIBLE_DEVICES="")
+    assert ended.code == (125 if importlib.util.find_spec("vllm") else 2), ended.text
+    assert ("needs an NVIDIA GPU" if ended.code == 125 else "vLLM is not installed") in ended.text + ended.errors
+    assert not ended.records
 
 
 def test_a_mismatch_ends_with_1_and_shows_its_message_without_a_traceback(tmp_path: Path) -> None:
