@@ -1,7 +1,8 @@
 """Backends: the single source of the lanes. What each forces, what must have run, what it claims and what vLLM refuses by design.
 
 Hardware never changes what is collected: a lane that cannot run here ends UNAVAILABLE; a combination that vLLM refuses by design is
-declared with the words vLLM says, and is expected to be refused. Every pair is claimed or declared refused, never both (tested).
+declared with the words vLLM says, and is expected to be refused. Every scheme is claimed or declared refused, never both (tested);
+shapes and options may be refused inside a claim.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from cases.case import ActScale, Entry, MoECase, Origin
-from harness import claims
+from cases.case import Entry, MoECase, Origin
+from harness import claims, refusals_cuda
 from harness.claims import (
     BLOCK,
     CHANNEL_TOKEN,
@@ -31,17 +32,20 @@ from harness.refusals import (
     BY_THE_METHOD,
     CT_FP8_DYNAMIC_TENSOR,
     FUSED_SILU_FP32,
+    HALF,
     Refusal,
     at_layer,
     fp8,
+    fused_silu_quantizer,
     int8,
-    no_kernels_for,
     not_supported,
+    only_for,
     quark_int8_static,
+    refuses_fp32,
     scheme,
-    unquantized,
 )
-from references.vocabulary import Activation, CheckpointFormat, Format, Layout
+from harness.refusals_cuda import GATED_ONLY
+from references.vocabulary import Activation, Format
 
 
 class UnknownBackend(ValueError):
@@ -98,24 +102,7 @@ class BackendSpec:
 _TRITON_REFUSALS = (*BY_THE_METHOD, CT_FP8_DYNAMIC_TENSOR, FUSED_SILU_FP32)
 _TRITON_CLASSES = {Entry.LAYER: frozenset({"TritonExperts"}), Entry.FUSED_EXPERTS: frozenset({"fused_experts"})}
 
-_HALF = "hidden states must be bf16 or fp16"
-_GATED_ONLY = "no act_and_mul MLP layer"
 _FI_CUTLASS = frozenset({Activation.SILU, Activation.GELU_TANH, Activation.RELU2_NO_MUL})
-
-
-def _refuses_fp32(says: str) -> Refusal:
-    return Refusal(
-        reason=_HALF,
-        says=says,
-        applies=at_layer(lambda c: c.dtype is Format.FP32 and c.origin is not Origin.UNQUANTIZED),
-        reasoned=False,
-    )
-
-
-def _only_for(oracle_names: tuple[str, ...], moe_backend: str) -> tuple[Refusal, ...]:
-    """Refusals of every layer whose oracle has no such backend; ``oracle_names``: those that have it."""
-    oracles = {"unquantized": unquantized, "FP8": fp8, "Int8": int8}
-    return tuple(no_kernels_for(oracle, name, moe_backend) for name, oracle in oracles.items() if name not in oracle_names)
 
 
 def _elsewhere(moe_backend: str, experts: str, architectures: tuple[str, ...], modules: tuple[tuple[str, ...], ...] = ()) -> BackendSpec:
@@ -125,21 +112,10 @@ def _elsewhere(moe_backend: str, experts: str, architectures: tuple[str, ...], m
         expert_classes={Entry.LAYER: frozenset({experts})},
         architectures=architectures,
         modules=modules,
-        refusals=(*BY_THE_METHOD, *_only_for((), moe_backend)),
+        refusals=(*BY_THE_METHOD, *only_for((), moe_backend)),
     )
 
 
-_HUMMING_REFUSALS = (
-    *BY_THE_METHOD,
-    not_supported(
-        lambda c: (
-            (fp8(c) and scheme(c) == (Layout.TENSOR, ActScale.DYNAMIC_TENSOR) and c.checkpoint is not CheckpointFormat.COMPRESSED_TENSORS)
-            or (int8(c) and c.weight_scale is Layout.TENSOR)
-        ),
-        "Humming takes no per-tensor weights with dynamic activations",
-        "quantization scheme",
-    ),
-)
 _HUMMING_CLASSES = {Entry.LAYER: frozenset({"HummingIndexedExperts", "HummingGroupedExperts"})}
 _CUDA = ("sm80", "sm89", "sm90", "sm100", "sm120")
 
@@ -166,34 +142,14 @@ SPECS: dict[Backend, BackendSpec] = {
         expert_classes={Entry.LAYER: frozenset({"BatchedTritonExperts"})},
         architectures=_CUDA,
         unquantized=(EVERY, FLOATS),
-        refusals=(*BY_THE_METHOD, *_only_for(("unquantized",), "batched_triton")),
+        refusals=(*BY_THE_METHOD, *only_for(("unquantized",), "batched_triton")),
     ),
     Backend.CUTLASS: BackendSpec(
         moe_backend="cutlass",
         expert_classes={Entry.LAYER: frozenset({"CutlassExpertsFp8"})},
         architectures=("sm90", "sm100"),
         claims=(claim(CT, TENSOR_STATIC, CHANNEL_TOKEN, activations=GATED), claim(ONLINE, CHANNEL_TOKEN, activations=GATED)),
-        refusals=(
-            *BY_THE_METHOD,
-            *_only_for(("FP8",), "cutlass"),
-            Refusal(
-                reason="only compressed-tensors and online per-channel FP8 allow vLLM's CUTLASS kernels",
-                says="vLLM CUTLASS FP8 MoE backend is disabled",
-                applies=at_layer(
-                    lambda c: (
-                        fp8(c)
-                        and c.checkpoint is not CheckpointFormat.COMPRESSED_TENSORS
-                        and not (c.origin is Origin.ONLINE and c.weight_scale is Layout.CHANNEL)
-                    )
-                ),
-            ),
-            not_supported(lambda c: fp8(c) and not c.activation.gated, "CUTLASS experts are gated", _GATED_ONLY),
-            not_supported(
-                lambda c: fp8(c) and c.weight_scale is Layout.BLOCK128, "CUTLASS experts have no block scales", "quantization scheme"
-            ),
-            CT_FP8_DYNAMIC_TENSOR,
-            _refuses_fp32("AssertionError: Invalid output dtype"),
-        ),
+        refusals=refusals_cuda.CUTLASS,
     ),
     Backend.MARLIN: BackendSpec(
         moe_backend="marlin",
@@ -206,16 +162,7 @@ SPECS: dict[Backend, BackendSpec] = {
             claim(ONLINE, TENSOR_DYNAMIC, BLOCK),
         ),
         unquantized=(EVERY, FLOATS),
-        refusals=(
-            *BY_THE_METHOD,
-            no_kernels_for(int8, "Int8", "marlin"),
-            Refusal(
-                reason="online per-channel FP8 has no Marlin path",
-                says="not supported with the MARLIN backend",
-                applies=at_layer(lambda c: fp8(c) and c.origin is Origin.ONLINE and c.weight_scale is Layout.CHANNEL),
-            ),
-            _refuses_fp32("UnboundLocalError: .*target_exponent"),
-        ),
+        refusals=refusals_cuda.MARLIN,
     ),
     Backend.HUMMING: BackendSpec(
         moe_backend="humming",
@@ -224,7 +171,7 @@ SPECS: dict[Backend, BackendSpec] = {
         modules=(("humming",),),
         claims=claims.HUMMING,
         unquantized=(EVERY, FLOATS),
-        refusals=(*_HUMMING_REFUSALS, _refuses_fp32("AssertionError")),
+        refusals=refusals_cuda.HUMMING,
     ),
     Backend.HUMMING_A8: BackendSpec(
         moe_backend="humming",
@@ -234,7 +181,7 @@ SPECS: dict[Backend, BackendSpec] = {
         environment=(("VLLM_HUMMING_INPUT_QUANT_CONFIG", '{"dtype": "float8e4m3", "allow_fallback": true}'),),
         claims=claims.HUMMING,
         unquantized=(EVERY, FLOATS),
-        refusals=(*_HUMMING_REFUSALS, _refuses_fp32("AssertionError")),
+        refusals=refusals_cuda.HUMMING,
     ),
     Backend.DEEP_GEMM: BackendSpec(
         moe_backend="deep_gemm",
@@ -245,19 +192,7 @@ SPECS: dict[Backend, BackendSpec] = {
             claim(which, BLOCK, activations=frozenset({Activation.SILU}), dtypes=frozenset({Format.BF16}))
             for which in (CT, QUARK, VLLM_FP8, ONLINE)
         ),
-        refusals=(
-            *BY_THE_METHOD,
-            *_only_for(("FP8",), "deep_gemm"),
-            not_supported(lambda c: fp8(c) and not c.activation.gated, "DeepGEMM experts are gated", _GATED_ONLY),
-            not_supported(lambda c: fp8(c) and c.activation is not Activation.SILU, "DeepGEMM knows silu only", "MoEActivation"),
-            not_supported(lambda c: fp8(c) and c.weight_scale is not Layout.BLOCK128, "DeepGEMM needs block scales", "quantization scheme"),
-            Refusal(
-                reason="DeepGEMM's grouped GEMM writes bf16 only",
-                says=r"d\.scalar_type\(\) == .*BFloat16",
-                applies=at_layer(lambda c: fp8(c) and c.dtype is not Format.BF16),
-                reasoned=False,
-            ),
-        ),
+        refusals=refusals_cuda.DEEP_GEMM,
     ),
     Backend.FLASHINFER_CUTLASS: BackendSpec(
         moe_backend="flashinfer_cutlass",
@@ -273,7 +208,7 @@ SPECS: dict[Backend, BackendSpec] = {
         unquantized=(_FI_CUTLASS, FLOATS),
         refusals=(
             *BY_THE_METHOD,
-            *_only_for(("unquantized", "FP8"), "flashinfer_cutlass"),
+            *only_for(("unquantized", "FP8"), "flashinfer_cutlass"),
             not_supported(
                 lambda c: not int8(c) and c.activation not in _FI_CUTLASS,
                 "FlashInfer's CUTLASS kernels know silu, gelu_tanh and relu2",
@@ -284,7 +219,7 @@ SPECS: dict[Backend, BackendSpec] = {
                 "FlashInfer's CUTLASS kernels take static per-tensor and block scales",
                 "quantization scheme",
             ),
-            _refuses_fp32("."),
+            refuses_fp32("."),
         ),
     ),
     Backend.FLASHINFER_TRTLLM: BackendSpec(
@@ -303,7 +238,7 @@ SPECS: dict[Backend, BackendSpec] = {
         unquantized=(frozenset({Activation.SILU, Activation.RELU2_NO_MUL}), frozenset({Format.BF16})),
         refusals=(
             *BY_THE_METHOD,
-            *_only_for(("unquantized", "FP8"), "flashinfer_trtllm"),
+            *only_for(("unquantized", "FP8"), "flashinfer_trtllm"),
             not_supported(
                 lambda c: not int8(c) and c.activation is not Activation.SILU and (fp8(c) or c.activation is not Activation.RELU2_NO_MUL),
                 "FlashInfer's TRT-LLM kernels know silu, and relu2 unquantized",
@@ -334,14 +269,14 @@ SPECS: dict[Backend, BackendSpec] = {
         unquantized=(GATED, HALVES),
         refusals=(
             *BY_THE_METHOD,
-            *_only_for(("unquantized", "FP8"), "aiter"),
-            not_supported(lambda c: not int8(c) and not c.activation.gated, "AITER's experts are gated", _GATED_ONLY),
+            *only_for(("unquantized", "FP8"), "aiter"),
+            not_supported(lambda c: not int8(c) and not c.activation.gated, "AITER's experts are gated", GATED_ONLY),
             not_supported(
                 lambda c: fp8(c) and (c.weight, *scheme(c)) not in (TENSOR_STATIC, CHANNEL_TOKEN, BLOCK),
                 "AITER's kernels take static per-tensor, per-channel with per-token, and block scales",
                 "quantization scheme",
             ),
-            Refusal(reason=_HALF, says=".", applies=at_layer(lambda c: not int8(c) and c.dtype is Format.FP32)),
+            Refusal(reason=HALF, says=".", applies=at_layer(lambda c: not int8(c) and c.dtype is Format.FP32)),
         ),
     ),
     Backend.EMULATION: _elsewhere("emulation", "Nvfp4QuantizationEmulationTritonExperts", _CUDA),
@@ -379,6 +314,8 @@ def claimed(case: MoECase, entry: Entry, backend: Backend) -> bool:
         return True
     if case.origin is Origin.UNQUANTIZED:
         return case.activation in spec.unquantized[0] and case.dtype in spec.unquantized[1]
+    if case.dtype is Format.FP32 and fused_silu_quantizer(case):
+        return False
     return any(claim.covers(case) for claim in spec.claims)
 
 

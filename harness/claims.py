@@ -57,12 +57,8 @@ def claim(
     return Claim(checkpoints=checkpoints, schemes=frozenset(schemes), activations=activations, dtypes=dtypes)
 
 
-NOT_SILU = frozenset(EVERY - {Activation.SILU})
-
 TRITON = (
-    claim(CT, TENSOR_STATIC, CHANNEL_TOKEN, INT8_CHANNEL_TOKEN, dtypes=FLOATS),
-    claim(CT, BLOCK),
-    claim(CT, BLOCK, activations=NOT_SILU, dtypes=FLOATS),
+    claim(CT, TENSOR_STATIC, CHANNEL_TOKEN, BLOCK, INT8_CHANNEL_TOKEN, dtypes=FLOATS),
     claim(QUARK, TENSOR_STATIC, TENSOR_DYNAMIC, CHANNEL_TOKEN, BLOCK, INT8_CHANNEL_TOKEN, INT8_TENSOR_TOKEN),
     claim(VLLM_FP8, TENSOR_STATIC, TENSOR_DYNAMIC, BLOCK),
     claim(ONLINE, TENSOR_DYNAMIC, CHANNEL_TOKEN, BLOCK, INT8_WEIGHT_ONLY),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,8 +12,9 @@ import torch
 from harness import expected, judge, relations_formats, relations_rows, relations_scales
 from harness.backends import declared_refusal, experts_expected
 from harness.faults import Fault, applicable
-from harness.flat import flat_elements
+from harness.flat import flat_elements, memory_scales
 from harness.inject import Inputs, contributions, separable
+from harness.pipeline import PairResult
 from harness.relations import CLAIMS, Relation
 from harness.relations_check import Broken, Setting, Variant, check
 from harness.subject import LoadFailed, RunFailed, SubjectError, TakesViews
@@ -23,6 +25,9 @@ from references.loading import load
 from references.moe import forward
 
 if TYPE_CHECKING:
+    from cases.case import Entry, MoECase
+    from harness.backends import Backend
+    from harness.pairs import Pair
     from harness.subject import Loaded, Subject
 
 BUILDERS: dict[Relation, Callable[[Setting], Iterator[Variant]]] = {
@@ -45,6 +50,7 @@ BUILDERS: dict[Relation, Callable[[Setting], Iterator[Variant]]] = {
     Relation.SCALE_VIEWS: relations_formats.scale_views,
 }
 
+STRIDES_IGNORED = "W_SCALE_STRIDES_IGNORED"  # expert e is scaled by memory element e of a scale tensor that is not laid out that way
 _REASONED = ("ValueError", "AssertionError", "NotImplementedError", "RuntimeError", "TypeError")  # with a text of its own
 
 
@@ -56,6 +62,13 @@ class Drive:
     _setting: Setting | None = None
     _started: tuple[Loaded, torch.Tensor] | None = None
     refused: list[str] = field(default_factory=list)  # views that were refused with a reason, since the last verdict
+
+    def setting(self, case: MoECase, entry: Entry, backend: Backend) -> Setting:
+        """The pair's layer and batch; the same object while it is asked for the same pair."""
+        held = self._setting
+        if held is None or (held.case, held.entry, held.backend) != (case, entry, backend):
+            return Setting.of(case, entry, backend)
+        return held
 
     def start(self, setting: Setting) -> tuple[Loaded, torch.Tensor]:
         """The loaded layer and its output [M, H]. Raises SubjectError."""
@@ -123,32 +136,28 @@ def verdict(relation: Relation, setting: Setting, drive: Drive) -> Verdict:
         return judge.raised(outcome, error.detail)
     if not found:
         return Verdict(outcome=Outcome.PASS, claim=CLAIMS[relation], margin=0.0, detail="\n".join(drive.refused))
-    broken, variant, after = found[0]
-    cause = identify(variant.setting, after) if variant.setting.proof is not None else ""
+    broken, variant, _ = found[0]
+    causes = [identify(each, output) or "UNEXPLAINED" for _, each, output in found]
     repeated = relation is Relation.REPEATED
     details = [str(each) for each, _, _ in found]
-    if cause.startswith(("W_SCALE_FLAT", "W13_SCALE_FLAT", "W2_SCALE_FLAT")) and len(broken.index) == 2:
-        details[0] += "\n" + flat_elements(variant.setting, cause, broken.index)
+    if "_SCALE_FLAT_INDEX" in causes[0] and len(broken.index) == 2:
+        details[0] += "\n" + flat_elements(variant.setting, causes[0], broken.index)
     return Verdict(
         outcome=Outcome.NONDETERMINISTIC if repeated else Outcome.NOT_IDENTICAL,
         claim=f"{CLAIMS[relation]}; {len(found)} of its changes do otherwise",
         pattern=f"predicted: {broken.predicted}; moved: {broken.moved}",
         spread={"elements": [broken.differing, broken.of]},
         detail="\n".join(details),
-        signature=outcome_signature(cause, repeated),
+        signature=Outcome.NONDETERMINISTIC.value if repeated else "+".join(sorted(set(causes))),
     )
 
 
-def outcome_signature(cause: str, repeated: bool) -> str:
-    """What the ledger matches."""
-    return Outcome.NONDETERMINISTIC.value if repeated else cause or "UNEXPLAINED"
-
-
-def identify(setting: Setting, actual: torch.Tensor) -> str:
+def identify(variant: Variant, actual: torch.Tensor) -> str:
     """The first fault of faults.py that predicts every element of ``actual``, as a signature; "" when none does.
 
     A fault can lead out of the lattice: then every element lies in the interval of the faulty recipe.
     """
+    setting = variant.setting
     how = setting.recipe
     stored = expected.experts(setting.case, setting.checkpoint)
     inputs = Inputs(
@@ -162,29 +171,48 @@ def identify(setting: Setting, actual: torch.Tensor) -> str:
         recipe=how,
     )
     values = actual.to(torch.float64)
+    if variant.views:
+        seen = replace(inputs, loaded=memory_scales(setting, variant.views))
+        return STRIDES_IGNORED if _inside(seen, values) else ""
     for fault in Fault:
         if applicable(fault, setting.case, how) and _predicts(fault, inputs, values):
             return f"{fault.name}@all" if separable(fault) else fault.name
     return ""
 
 
+def evaluate(inputs: Inputs) -> torch.Tensor:
+    """Contributions [M, k, H] float64 of the reference."""
+    return forward(inputs.loaded, inputs.hidden_states, inputs.routing, inputs.activation, inputs.recipe)
+
+
 def _predicts(fault: Fault, inputs: Inputs, actual: torch.Tensor) -> bool:
     seen: list[Inputs] = []
 
-    def evaluate(changed: Inputs) -> torch.Tensor:
+    def spy(changed: Inputs) -> torch.Tensor:
         seen.append(changed)
-        return forward(changed.loaded, changed.hidden_states, changed.routing, changed.activation, changed.recipe)
+        return evaluate(changed)
 
-    output = inputs.recipe.output
-    if torch.equal(round_to(contributions(fault, inputs, evaluate).sum(1), output), actual):
+    output = round_to(contributions(fault, inputs, spy).sum(1), inputs.recipe.output)
+    if torch.equal(output, actual):
         return True
-    changed = seen[-1]
-    if changed is inputs:
-        return False  # a fault of the contributions: no interval of its own
-    bounds = enclose(changed.loaded, changed.hidden_states, changed.routing, changed.activation, changed.recipe)
-    return bool(((round_to(bounds.low, output) <= actual) & (actual <= round_to(bounds.high, output))).all())
+    return seen[-1] is not inputs and _inside(seen[-1], actual)  # a fault of the contributions has no intervals of its own
+
+
+def _inside(inputs: Inputs, actual: torch.Tensor) -> bool:
+    """Whether every element is an honest result of ``inputs``."""
+    bounds = enclose(inputs.loaded, inputs.hidden_states, inputs.routing, inputs.activation, inputs.recipe)
+    low, high = (round_to(end, inputs.recipe.output) for end in (bounds.low, bounds.high))
+    return bool(((low <= actual) & (actual <= high)).all())
 
 
 def _reasoned(error: SubjectError) -> bool:
     kind, _, text = error.detail.partition(":")
     return kind in _REASONED and bool(text.strip())
+
+
+def run_relation(relation: Relation, pair: Pair, backend: Backend, drive: Drive) -> PairResult:
+    """One relation of one pair, as harness/pipeline.py runs a pair. What vLLM raises becomes an outcome; what we get wrong propagates."""
+    began = time.perf_counter()
+    setting = drive.setting(pair.case, pair.entry, backend)
+    result = verdict(relation, setting, drive)
+    return PairResult(verdict=result, timings={"relation": time.perf_counter() - began}, extras={"recipe": setting.recipe.name})

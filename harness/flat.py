@@ -1,16 +1,24 @@
-"""The founding fault in words: which scale should have been used, and which element of the flattened buffer was (vllm#58532)."""
+"""The founding fault (vllm#58532) in words: which scale should have been used, and which element of the flattened buffer was.
+
+And the same load with its strides ignored: ``fused_moe_kernel`` reads ``b_scale_ptr + expert`` wherever activations are scaled per tensor.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from harness import expected
 from harness.compare import show
-from references.loading import load
+from harness.subject.views import View, view
+from references.loading import LoadedExpert, load
+from references.vocabulary import Layout
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from harness.relations_check import Setting
 
 
@@ -31,3 +39,18 @@ def flat_elements(setting: Setting, cause: str, index: tuple[int, ...]) -> str:
         used, wanted = buffer.flatten()[expert], buffer[expert, row, 0]
         lines.append(f"  used       {name}_scale.flatten()[{expert}] = {show(used)}, not {name}_scale[{expert}, {row}, 0] = {show(wanted)}")
     return "\n".join(lines)
+
+
+def memory_scales(setting: Setting, views: Mapping[str, View]) -> tuple[LoadedExpert, ...]:
+    """The experts as a kernel has them that scales expert e by memory element e from the start of each scale tensor handed to it."""
+    loaded = load(expected.experts(setting.case, setting.checkpoint), setting.recipe)
+    for name, buffer in (("w1_scale", "w13"), ("w2_scale", "w2")):
+        scales = [matrix.scale for matrix in (getattr(each, buffer) for each in loaded) if matrix.scale is not None]
+        stacked = torch.stack([scale[0, 0] for scale in scales] if setting.case.weight_scale is Layout.TENSOR else scales)
+        handed = view(stacked, views[name]) if name in views else stacked
+        memory = handed.as_strided((len(loaded),), (1,))
+        loaded = tuple(
+            replace(each, **{buffer: replace(getattr(each, buffer), scale=torch.full_like(scales[e], float(memory[e])))})
+            for e, each in enumerate(loaded)
+        )
+    return loaded

@@ -90,14 +90,21 @@ def _act_scheme(case: MoECase, entry: Entry) -> ActQuant | None:
             )
 
 
-def _weight_quant(case: MoECase) -> WeightQuant | None:
+def _weight_quant(case: MoECase, backend: Backend) -> WeightQuant | None:
     if case.origin is not Origin.ONLINE:
         return None
     if case.weight is Format.INT8:  # online/int8.py: scale and quotient in the checkpoint's own dtype
         return WeightQuant(format=case.weight, layout=Layout.CHANNEL, arithmetic=case.dtype, quotient=Quotient.DIVIDE)
     floors = {Layout.TENSOR: 0.0, Layout.CHANNEL: _FP8_TOKEN_FLOOR, Layout.BLOCK128: _BLOCK_CAST_AMAX_FLOOR / 448.0}
     quotient = Quotient.DIVIDE if case.weight_scale is Layout.CHANNEL else Quotient.RECIPROCAL
-    return WeightQuant(format=case.weight, layout=case.weight_scale, scale_floor=floors[case.weight_scale], quotient=quotient)
+    return WeightQuant(
+        format=case.weight,
+        layout=case.weight_scale,
+        scale_floor=floors[case.weight_scale],
+        quotient=quotient,
+        scale_by_reciprocal=case.weight_scale is Layout.BLOCK128
+        and SPECS[backend].needs_gpu,  # amax / 448.0; the others divide by a tensor
+    )
 
 
 def recipe(case: MoECase, entry: Entry, backend: Backend) -> Recipe:
@@ -142,5 +149,5 @@ def _triton(case: MoECase, entry: Entry, backend: Backend) -> Recipe:
         router_weight=on_input if case.router_weight_on_input else RouterWeight.GEMM2,
         router_weight_exact=entry is Entry.FUSED_EXPERTS,
         w13_merge=W13Merge.REQUANTIZE_TO_MAX if per_tensor_halves else W13Merge.AS_STORED,
-        weight_quant=_weight_quant(case),
+        weight_quant=_weight_quant(case, backend),
     )

@@ -25,6 +25,7 @@ from references.vocabulary import (
 )
 
 _HUMMING_SCALE_FLOOR = 1e-30
+_ONE_SLICE = 256  # up to this K Humming's heuristics were not seen to divide it among blocks (stream-K, gmem_writer.cuh)
 _UE8M0_AMAX_FLOOR = 1e-4  # utils/deep_gemm.py, per_block_cast_to_fp8
 _GROUP_AMAX_FLOOR = 1e-10
 
@@ -56,7 +57,7 @@ def _cutlass(recipe: Recipe, case: MoECase) -> Recipe:
 
 
 def _weight_only(recipe: Recipe, case: MoECase, name: str) -> Recipe:
-    """Activations stay in the hidden dtype. Block scales are rounded to it and multiplied out before the tensor cores."""
+    """Activations stay in the hidden dtype, to which scales are rounded; block scales are multiplied out before the tensor cores."""
     block = case.weight_scale is Layout.BLOCK128
     return replace(
         recipe,
@@ -72,9 +73,10 @@ def _weight_only(recipe: Recipe, case: MoECase, name: str) -> Recipe:
 
 
 def _marlin(recipe: Recipe, case: MoECase) -> Recipe:
-    """Every scale is rounded to the hidden dtype; bias and router weight meet the stored result, in its dtype."""
+    """Every scale is rounded to the hidden dtype; one that is shared by all of K multiplies fp32 sums, also where it is a block's; bias and
+    router weight meet the stored result, in its dtype."""
     gate_store = case.dtype if case.activation.gated else None
-    return replace(_weight_only(recipe, case, "marlin"), gate_store=gate_store, epilogue=Epilogue.BIAS_STORED)
+    return replace(_weight_only(recipe, case, "marlin"), gate_store=gate_store, epilogue=Epilogue.BIAS_STORED, weight_store_one_group=False)
 
 
 def _humming(recipe: Recipe, case: MoECase) -> Recipe:
@@ -85,6 +87,7 @@ def _humming(recipe: Recipe, case: MoECase) -> Recipe:
         gate_store=None,
         weight_scale_store=None if tensor else case.dtype,
         epilogue=Epilogue.CHANNEL_STORED if channel else Epilogue.BIAS_STORED,
+        split_store=case.dtype if max(case.hidden, case.intermediate) > _ONE_SLICE else None,
     )
 
 
@@ -106,7 +109,7 @@ def _humming_a8(recipe: Recipe, case: MoECase) -> Recipe:
         a1=act,
         a2=act,
         activation_store=Format.FP32,
-        accumulator=Accumulator.INT32 if case.weight is Format.INT8 else Accumulator.TENSOR_CORE_FP8,
+        accumulator=Accumulator.INT32 if case.weight is Format.INT8 else Accumulator.TENSOR_CORE_FP8_ANY,
     )
 
 
@@ -124,5 +127,12 @@ def _deep_gemm(recipe: Recipe, case: MoECase) -> Recipe:
         compute=(case.dtype,),
         gate_store=case.dtype,
         activation_store=case.dtype,
-        weight_requant=WeightQuant(format=Format.E4M3FN, layout=Layout.BLOCK128, scale_floor=_UE8M0_AMAX_FLOOR / 448.0, power_of_two=True),
+        weight_requant=WeightQuant(
+            format=Format.E4M3FN,
+            layout=Layout.BLOCK128,
+            scale_floor=_UE8M0_AMAX_FLOOR / 448.0,
+            quotient=Quotient.RECIPROCAL,
+            power_of_two=True,
+            scale_by_reciprocal=True,
+        ),
     )

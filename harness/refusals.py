@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cases.case import ActScale, Entry, MoECase, Origin
+from harness.installed import ue8m0_scales
 from references.vocabulary import Activation, CheckpointFormat, Format, Layout
 
 Applies = Callable[[MoECase, Entry], bool]
@@ -61,10 +62,18 @@ def scheme(case: MoECase) -> tuple[Layout, ActScale]:
     return case.weight_scale, case.act_scale
 
 
+def fused_silu_quantizer(case: MoECase) -> bool:
+    """TritonExperts runs silu_and_mul_per_block_quant, which it does not where block scales of activations are powers of two."""
+    block = case.weight is Format.E4M3FN and case.weight_scale is Layout.BLOCK128
+    return block and case.activation is Activation.SILU and not ue8m0_scales()
+
+
 def at_layer(applies: Callable[[MoECase], bool]) -> Applies:
     """The condition, of the layer entry only."""
     return lambda case, entry: entry is Entry.LAYER and applies(case)
 
+
+HALF = "hidden states must be bf16 or fp16"
 
 _QUARK_FP8 = {
     (Layout.TENSOR, ActScale.STATIC_TENSOR),
@@ -113,7 +122,7 @@ CT_FP8_DYNAMIC_TENSOR = Refusal(
 FUSED_SILU_FP32 = Refusal(
     reason="the fused SiLU and block quantization operator takes fp16 and bf16 only",
     says="Input must be FP16 or BF16",
-    applies=at_layer(lambda c: fp8(c) and c.weight_scale is Layout.BLOCK128 and c.activation is Activation.SILU and c.dtype is Format.FP32),
+    applies=at_layer(lambda c: fused_silu_quantizer(c) and c.dtype is Format.FP32),
 )
 
 
@@ -129,3 +138,19 @@ def no_kernels_for(oracle: Callable[[MoECase], bool], called: str, moe_backend: 
 def not_supported(applies: Callable[[MoECase], bool], reason: str, what: str) -> Refusal:
     """The experts class says no; ``what``: pattern of the property it names."""
     return Refusal(reason=reason, says=f"kernel does not support {what}", applies=at_layer(applies))
+
+
+def refuses_fp32(says: str) -> Refusal:
+    """Quantized layers whose hidden states are fp32; ``says``: what fails then."""
+    return Refusal(
+        reason=HALF,
+        says=says,
+        applies=at_layer(lambda c: c.dtype is Format.FP32 and c.origin is not Origin.UNQUANTIZED),
+        reasoned=False,
+    )
+
+
+def only_for(oracle_names: tuple[str, ...], moe_backend: str) -> tuple[Refusal, ...]:
+    """Refusals of every layer whose oracle has no such backend; ``oracle_names``: those that have it."""
+    oracles = {"unquantized": unquantized, "FP8": fp8, "Int8": int8}
+    return tuple(no_kernels_for(oracle, name, moe_backend) for name, oracle in oracles.items() if name not in oracle_names)

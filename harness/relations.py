@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 from cases.case import Entry, InvalidCase, MoECase, Origin, entry_takes
 from cases.doors import closed
 from cases.roles import empty_expert
+from harness.backends import Backend, declared_refusal
+from harness.recipes import recipe
 from references.vocabulary import Activation, CheckpointFormat, Format, Layout, Quotient, Recipe, RouterWeight
 
 
@@ -38,6 +41,8 @@ class Relation(StrEnum):
     SCALE_VIEWS = "scale_views"
 
 
+EXACT = (Backend.INTERPRETER, Backend.TRITON)  # lanes whose recipe the lattices are made for
+
 CLAIMS: dict[Relation, str] = {
     Relation.REFERENCE: "every step is exact, so the output equals the reference's",
     Relation.REPEATED: "the same layer gives the same bits twice, loaded again, and after another layer was loaded and run",
@@ -58,7 +63,22 @@ CLAIMS: dict[Relation, str] = {
     Relation.SCALE_VIEWS: "scales handed over in another shape or with other strides give the same bits, or are refused with a reason",
 }
 
-Holds = Callable[[MoECase, Entry, Recipe], bool]
+
+class Place(NamedTuple):
+    """Where a relation is asked."""
+
+    case: MoECase
+    entry: Entry
+    backend: Backend
+    recipe: Recipe
+
+    @classmethod
+    def of(cls, case: MoECase, entry: Entry, backend: Backend) -> Place:
+        """With the recipe that runs there."""
+        return cls(case, entry, backend, recipe(case, entry, backend))
+
+
+Holds = Callable[[Place], bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +130,7 @@ def _quantized_first(case: MoECase, recipe: Recipe) -> bool:
 
 
 def _absent(relation: Relation, reason: str, when: Callable[[MoECase], bool]) -> Absent:
-    return Absent(relation=relation, reason=reason, when=lambda case, entry, recipe: when(case))
+    return Absent(relation=relation, reason=reason, when=lambda place: when(place.case))
 
 
 ABSENT: tuple[Absent, ...] = (
@@ -123,7 +143,7 @@ ABSENT: tuple[Absent, ...] = (
     Absent(
         relation=Relation.OTHER_FORMAT,
         reason="no other checkpoint format holds the same numbers",
-        when=lambda case, entry, recipe: not other_formats(case, entry),
+        when=lambda place: not other_formats(place),
     ),
     _absent(Relation.ONLINE_AS_PREQUANTIZED, "the weights are not quantized online", lambda case: case.origin is not Origin.ONLINE),
     _absent(Relation.ONLINE_AS_PREQUANTIZED, "pre-quantized blocks are whole", lambda case: not _whole_blocks(case)),
@@ -132,12 +152,12 @@ ABSENT: tuple[Absent, ...] = (
     Absent(
         relation=Relation.SCALE_VIEWS,
         reason="only the functional entry is handed scale tensors",
-        when=lambda case, entry, recipe: entry is not Entry.FUSED_EXPERTS,
+        when=lambda place: place.entry is not Entry.FUSED_EXPERTS,
     ),
     Absent(
         relation=Relation.REFERENCE,
         reason="the reference has no single answer",
-        when=lambda case, entry, recipe: unprovable(case, recipe) is not None,
+        when=lambda place: unprovable(place.case, place.recipe) is not None,
     ),
 )
 
@@ -148,68 +168,70 @@ EXEMPTIONS: tuple[Exemption, ...] = (
     Exemption(
         relation=Relation.DOWN_DOUBLES,
         reason="a token's other experts add what is not multiplied",
-        when=lambda case, entry, recipe: case.top_k > 1,
+        when=lambda place: place.case.top_k > 1,
         shown_by=("int8-channel-dyntoken-ct-silu-bf16-e4k2m8h64i32-balanced-lattice", Entry.LAYER),
     ),
     Exemption(
         relation=Relation.DOWN_DOUBLES,
         reason="the bias is added after the scale",
-        when=lambda case, entry, recipe: case.bias,
+        when=lambda place: place.case.bias,
         shown_by=(f"int8-channel-dyntoken-raw-silu-bf16-{_SIZE}-bias-lattice", _DIRECT),
     ),
     Exemption(
         relation=Relation.UP_MULTIPLIES,
         reason="a token's other experts add what is not multiplied",
-        when=lambda case, entry, recipe: case.top_k > 1,
+        when=lambda place: place.case.top_k > 1,
         shown_by=("int8-channel-dyntoken-ct-silu-bf16-e4k2m8h64i32-balanced-lattice", Entry.LAYER),
     ),
     Exemption(
         relation=Relation.UP_MULTIPLIES,
         reason="the biases are added after the scales",
-        when=lambda case, entry, recipe: case.bias,
+        when=lambda place: place.case.bias,
         shown_by=(f"int8-channel-dyntoken-raw-silu-bf16-{_SIZE}-bias-lattice", _DIRECT),
     ),
     Exemption(
         relation=Relation.UP_MULTIPLIES,
         reason="a static a2 scale does not follow the intermediate: other codes round differently, or saturate",
-        when=lambda case, entry, recipe: recipe.a2 is not None and not recipe.a2.dynamic,
+        when=lambda place: place.recipe.a2 is not None and not place.recipe.a2.dynamic,
         shown_by=(f"int8-tensor-static-raw-silu-bf16-{_SIZE}-lattice", _DIRECT),
     ),
     Exemption(
         relation=Relation.UP_MULTIPLIES,
         reason="a dynamic per-tensor a2 scale follows the largest row of all",
-        when=lambda case, entry, recipe: coupled(recipe),
+        when=lambda place: coupled(place.recipe),
         shown_by=(f"int8-tensor-dyntensor-raw-silu-fp32-{_SIZE}-lattice", _DIRECT),
     ),
     Exemption(
         relation=Relation.DROPPED_TOKENS,
         reason="a dynamic per-tensor scale depends on the tokens that are dropped",
-        when=lambda case, entry, recipe: coupled(recipe),
-        shown_by=(f"int8-tensor-dyntensor-raw-silu-fp32-{_SIZE}-lattice", _DIRECT),
+        when=lambda place: coupled(place.recipe),
+        shown_by=(f"int8-tensor-dyntensor-raw-silu-fp32-{_SIZE}-lattice-s1", _DIRECT),
     ),
     Exemption(
         relation=Relation.WEIGHT_ON_INPUT,
         reason="hidden states are quantized before the router weight is multiplied in, by a scale that does not follow it",
-        when=lambda case, entry, recipe: _quantized_first(case, recipe),
+        when=lambda place: _quantized_first(place.case, place.recipe),
         shown_by=(f"int8-tensor-static-raw-silu-bf16-{_SIZE}-onin-lattice", _DIRECT),
     ),
 )
 
 
-def why_not(relation: Relation, case: MoECase, entry: Entry, recipe: Recipe) -> str | None:
+def why_not(relation: Relation, place: Place) -> str | None:
     """Why the relation is not asked of a pair; None when it must hold."""
     rows: tuple[Absent | Exemption, ...] = (*ABSENT, *EXEMPTIONS)
-    return next((row.reason for row in rows if row.relation is relation and row.when(case, entry, recipe)), None)
+    return next((row.reason for row in rows if row.relation is relation and row.when(place)), None)
 
 
-def asked(case: MoECase, entry: Entry, recipe: Recipe) -> tuple[Relation, ...]:
+def asked(case: MoECase, entry: Entry, backend: Backend) -> tuple[Relation, ...]:
     """The relations that must hold for a pair."""
-    return tuple(relation for relation in Relation if why_not(relation, case, entry, recipe) is None)
+    place = Place.of(case, entry, backend)
+    return tuple(relation for relation in Relation if why_not(relation, place) is None)
 
 
-def other_formats(case: MoECase, entry: Entry) -> tuple[MoECase, ...]:
-    """The same layer in the other checkpoint formats that ``entry`` takes."""
+def other_formats(place: Place) -> tuple[MoECase, ...]:
+    """The same layer in the other checkpoint formats that the entry takes and that run by the same recipe."""
     found: list[MoECase] = []
+    case, entry, backend = place.case, place.entry, place.backend
     if case.origin is not Origin.PREQUANTIZED:
         return ()
     for checkpoint in CheckpointFormat:
@@ -217,6 +239,7 @@ def other_formats(case: MoECase, entry: Entry) -> tuple[MoECase, ...]:
             other = replace(case, checkpoint=checkpoint)
         except InvalidCase:  # that format cannot say it
             continue
-        if checkpoint is not case.checkpoint and entry_takes(other, entry) and closed(other, entry) is None:
+        runs = entry_takes(other, entry) and closed(other, entry) is None and declared_refusal(other, entry, backend) is None
+        if checkpoint is not case.checkpoint and runs and recipe(other, entry, backend) == place.recipe:
             found.append(other)
     return tuple(found)

@@ -10,9 +10,9 @@ import torch
 from cases.axes import ActScale, InvalidCase, Origin
 from cases.case import Entry
 from cases.checkpoint import write
-from cases.perturb import Spot
+from cases.perturb import Spot, scale_grid
 from harness import expected
-from harness.relations import other_formats
+from harness.relations import Place, other_formats
 from harness.relations_check import Setting, Variant
 from harness.relations_scales import changed
 from harness.subject.views import View
@@ -21,6 +21,7 @@ from references.moe import Expert, Projection
 from references.quantize import Quantized, quantize_weights
 from references.vocabulary import CheckpointFormat, Format, Layout, WeightQuant
 
+_UP, _DOWN = "up_proj", "down_proj"
 _LN_3 = 1.0986123
 _W_VIEWS = {
     Layout.TENSOR: (View.E_1, View.E_1_1, View.STRIDED),
@@ -32,10 +33,9 @@ _A_VIEWS = (View.SCALAR, View.ONE_ONE, View.STRIDED)
 
 def other_format(setting: Setting) -> Iterator[Variant]:
     """The same layer written in every other format that the entry takes and that runs by the same recipe."""
-    for case in other_formats(setting.case, setting.entry):
+    for case in other_formats(Place.of(setting.case, setting.entry, setting.backend)):
         there = Setting.of(case, setting.entry, setting.backend)
-        if there.recipe == setting.recipe:
-            yield Variant(change=f"the same numbers as a {case.checkpoint} checkpoint", setting=replace(there, batch=setting.batch))
+        yield Variant(change=f"the same numbers as a {case.checkpoint} checkpoint", setting=replace(there, batch=setting.batch))
 
 
 def online_as_prequantized(setting: Setting) -> Iterator[Variant]:
@@ -85,7 +85,11 @@ def scale_views(setting: Setting) -> Iterator[Variant]:
     """Each scale tensor in each form that holds the same numbers; with equal scales, one element expanded."""
     case = setting.case
     for name in ("w1_scale", "w2_scale"):
+        halves = 2 if name == "w1_scale" and case.activation.gated else 1
+        rows = halves * scale_grid(case, _DOWN if name == "w2_scale" else _UP)[0]
         for how in _W_VIEWS[case.weight_scale]:
+            if rows == 1 and how is View.TRANSPOSED:  # nothing to transpose
+                continue
             yield _viewed(setting, name, how)
     if case.static_input:
         for name in ("a1_scale", "a2_scale"):

@@ -24,8 +24,8 @@ class FaultFit:
     """How well one fault of faults.py explains a mismatch."""
 
     fault: str
-    experts: tuple[int, ...]  # experts it explains; empty: all
-    residual: float  # |actual - faulty expected| over |actual - expected|, 2-norms; 0 explains everything
+    experts: tuple[int, ...]  # experts that have it; empty: it is not a fault of single experts, or none has it
+    residual: float  # |actual - faulty expected| over |actual - expected|, 2-norms, rows of equal weight, last rounding aside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Verdict:
     worst: dict[str, object] = field(default_factory=dict)  # index, actual, expected, low, high
     spread: dict[str, object] = field(default_factory=dict)  # counts of bad elements, rows, columns
     pattern: str = ""  # "every bad token is routed to expert 3"
-    gains: dict[str, object] = field(default_factory=dict)  # flagged groups: alpha, se
+    gains: dict[str, object] = field(default_factory=dict)  # every expert's [alpha, se, smallest flagged]; the flagged groups
     fits: tuple[FaultFit, ...] = ()  # best first
     detail: str = ""  # exception text or vLLM's reason, verbatim
     signature: str = ""  # short and stable, what the ledger matches: "W_SCALE_FLAT_INDEX@1,2,3"

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 FP8_FRACTION_BITS = 13
 FP8_STEP = 32  # K of one wgmma on 8-bit operands
+_CHUNK = 64  # columns that a block takes at least
 _EACH_ONE = 1 << 19  # with more products than this they are bounded together
 _LEMMA = tuple((p, p**p / (1.0 + p) ** (1.0 + p)) for p in (0.5, 1.0, 2.0))  # C(p) = max over r of (1 - r) * r**p
 
@@ -82,6 +83,50 @@ def truncation(a: Operand, w: Operand) -> Pull:
         kept = (_quantum(torch.maximum(down - low, high + up)) - least).clamp_min(0.0)
         down, up = down + torch.where(high + up > 0, kept, 0.0), up + torch.where(low - down < 0, kept, 0.0)
     return Pull(down, up)
+
+
+def truncation_in_any_order(a: Operand, w: Operand) -> Pull:
+    """FP8 tensor cores, each step 32 columns, steps divided among warps in any way, their results added in fp32.
+
+    No partial sum of steps with results t exceeds (sum |t| + |sum t|) / 2.
+    """
+    assert a.lowest is not None
+    assert w.lowest is not None
+    x, y = _Side.of(a.middle, a.radius, a.lowest), _Side.of(w.middle, w.radius, w.lowest)
+    middles, spreads = _chunks(x, y, FP8_STEP)
+    most = ((middles.abs() + spreads).sum(0) + middles.sum(0).abs() + spreads.sum(0)) / 2.0
+    largest = x.magnitude.amax(1, keepdim=True) * y.magnitude.amax(1)
+    each_one = a.middle.numel() * w.middle.shape[0] <= _EACH_ONE
+    finest = x.lowest.amin(1, keepdim=True) * y.lowest.amin(1)
+    steps = -(-a.middle.shape[1] // FP8_STEP)
+    pull = Pull(torch.zeros_like(most), torch.zeros_like(most))
+    for _ in range(2):  # the accumulator carries its own error
+        quantum = _quantum(torch.maximum(most + torch.maximum(*pull), largest))
+        lost = _lost_one_by_one(x, y, quantum) if each_one else _lost(x, y, quantum)
+        carried = 3.0 * steps * (quantum - finest).clamp_min(0.0)  # into a step, out of it, and into the sum of the warps' results
+        pull = Pull(*(each.masked_fill(finest >= quantum, 0.0) + carried for each in lost))
+    return pull
+
+
+def _chunks(x: _Side, y: _Side, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Results of chunks of K: middles and spreads, each [chunks, M, N]."""
+    middles, spreads = [], []
+    for start in range(0, x.middle.shape[1], columns):
+        k = (slice(None), slice(start, start + columns))
+        middles.append(x.middle[k] @ y.middle[k].T)
+        spreads.append(x.magnitude[k] @ y.magnitude[k].T - x.middle[k].abs() @ y.middle[k].abs().T)
+    return torch.stack(middles), torch.stack(spreads)
+
+
+def divided(a: Operand, w: Operand, unit_roundoff: float) -> torch.Tensor:
+    """Error of dividing K among blocks of 64 or more columns that add their results, in order, in a 16-bit format, [M, N].
+
+    Each of at most K / 64 results is rounded, and so is each sum, which runs from one end of K or from the other.
+    """
+    middles, spreads = _chunks(_Side.of(a.middle, a.radius, a.middle), _Side.of(w.middle, w.radius, w.middle), _CHUNK)
+    prefix = middles.cumsum(0)
+    sums = torch.maximum(prefix.abs(), (prefix[-1] - prefix).abs()) + spreads.sum(0)
+    return unit_roundoff * ((middles.abs() + spreads).sum(0) + sums.sum(0))
 
 
 class _Side(NamedTuple):
@@ -138,4 +183,4 @@ def _by_sign(x: _Side, y: _Side, left: torch.Tensor, right: torch.Tensor) -> tup
 
 def truncates(accumulator: Accumulator) -> bool:
     """Whether every addition may lose a whole unit in the last place instead of half of one."""
-    return accumulator in (Accumulator.TENSOR_CORE, Accumulator.TENSOR_CORE_FP8)
+    return accumulator in (Accumulator.TENSOR_CORE, Accumulator.TENSOR_CORE_FP8, Accumulator.TENSOR_CORE_FP8_ANY)

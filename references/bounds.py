@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from references.accumulators import truncates, truncation
+from references.accumulators import truncates, truncation, truncation_in_any_order
 from references.activations import function_range
 from references.formats import limits, round_to, saturate
 from references.quantize import Quantized, multiplier, next_power_of_two, quotient, symmetric
@@ -205,8 +205,8 @@ def matmul(a: Operand, w: Operand, accumulator: Accumulator) -> Interval:
         spread = spread + a.radius @ w.magnitude.T
     if w.radius is not None:
         spread = spread + a.middle.abs() @ w.radius.T
-    if accumulator is Accumulator.TENSOR_CORE_FP8:
-        pull = truncation(a, w)
+    if accumulator in (Accumulator.TENSOR_CORE_FP8, Accumulator.TENSOR_CORE_FP8_ANY):
+        pull = truncation(a, w) if accumulator is Accumulator.TENSOR_CORE_FP8 else truncation_in_any_order(a, w)
         return Interval(centre - spread - pull.down, centre + spread + pull.up)
     radius = spread + _accumulation_error(a, w, centre.abs() + spread, size, accumulator)
     return Interval(centre - radius, centre + radius)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from references.accumulators import tf32
+from references.accumulators import divided, tf32
 from references.bounds import (
     Interval,
     Operand,
@@ -21,8 +21,9 @@ from references.bounds import (
     store,
     sum_over_slots,
     times,
+    widen,
 )
-from references.formats import round_to
+from references.formats import limits, round_to
 from references.loading import LoadedExpert, Matrix
 from references.moe import Routing, reads_tf32, static_rows
 from references.scales import GROUP
@@ -41,7 +42,7 @@ def _store_through(x: Interval, formats: tuple[Format, ...]) -> Interval:
     return x
 
 
-def gemm(rows: Operand, a_scale: Interval | None, matrix: Matrix, accumulator: Accumulator) -> Interval:
+def gemm(rows: Operand, a_scale: Interval | None, matrix: Matrix, accumulator: Accumulator, split: Format | None = None) -> Interval:
     """One expert's GEMM before bias and router weight, [R, N]: rows [R, K] against matrix [N, K].
 
     One scale per row and per output channel: a single accumulation over K, then the scales. Scales per 128 columns
@@ -52,7 +53,11 @@ def gemm(rows: Operand, a_scale: Interval | None, matrix: Matrix, accumulator: A
     a_groups = 1 if a_scale is None else a_scale.low.shape[1]
     w_groups = 1 if matrix.scale is None else matrix.scale.shape[1]
     if max(a_groups, w_groups) == 1:
-        return scaled(matmul(rows, weights, accumulator), a_scale, None if matrix.scale is None else matrix.scale[:, 0])
+        sums = matmul(rows, weights, accumulator)
+        if split is not None:
+            error = divided(rows, weights, 2.0 ** -limits(split).significand_bits)
+            sums = widen(sums, error, error)
+        return scaled(sums, a_scale, None if matrix.scale is None else matrix.scale[:, 0])
     total: Interval | None = None
     for g in range(max(a_groups, w_groups)):
         columns = (slice(None), slice(g * GROUP, (g + 1) * GROUP))
@@ -93,7 +98,7 @@ def _expert_gemms(
             continue
         trace(f"codes of expert {e}'s weights in {name}", Interval(matrix.low, matrix.high))
         bare = replace(matrix, scale=None) if recipe.epilogue is Epilogue.CHANNEL_STORED else matrix.multiplied_out()
-        x = gemm(prepared[mine], None if scale is None else scale[mine], bare, recipe.accumulator)
+        x = gemm(prepared[mine], None if scale is None else scale[mine], bare, recipe.accumulator, recipe.split_store)
         trace(f"sums of {name} in expert {e}", x)
         if matrix.bias is not None and in_fp32:
             x = store(Interval(x.low + matrix.bias, x.high + matrix.bias), Format.FP32)

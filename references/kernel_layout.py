@@ -25,7 +25,7 @@ def for_kernel(matrix: Matrix, recipe: Recipe) -> Matrix:
         matrix = _quantized_again(matrix, recipe.weight_requant)
     if recipe.weight_scale_store is not None and matrix.scale is not None:
         matrix = replace(matrix, scale=round_to(matrix.scale, recipe.weight_scale_store))
-    if recipe.weight_store is not None and matrix.scale is not None:
+    if recipe.weight_store is not None and matrix.scale is not None and (recipe.weight_store_one_group or matrix.scale.shape[1] > 1):
         matrix = replace(matrix, store=recipe.weight_store)
     if recipe.accumulator is Accumulator.TENSOR_CORE and matrix.format is Format.FP32:
         matrix = _mapped(matrix, tf32)

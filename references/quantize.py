@@ -36,7 +36,11 @@ class Quantized:
 def dynamic_scale(amax: torch.Tensor, how: ActQuant | WeightQuant) -> torch.Tensor:
     """max(amax / qmax, floor) in the recipe's scale dtype, or the power of two not below it; amax float64, any shape."""
     store = how.scale_store if isinstance(how, ActQuant) else how.arithmetic
-    scale = round_to(amax / limits(how.format).qmax, store)
+    qmax = limits(how.format).qmax
+    if isinstance(how, WeightQuant) and how.scale_by_reciprocal:
+        scale = round_to(amax * round_to(torch.tensor(1.0 / qmax, dtype=torch.float64), store), store)
+    else:
+        scale = round_to(amax / qmax, store)
     scale = torch.maximum(scale, round_to(torch.tensor(how.scale_floor, dtype=torch.float64), store))
     return next_power_of_two(scale) if how.power_of_two else scale
 

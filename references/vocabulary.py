@@ -89,7 +89,8 @@ class Accumulator(StrEnum):
     FP32 = "fp32"  # any order of fp32 additions
     INT32 = "int32"  # exact per tile, tiles added in fp32
     TENSOR_CORE = "tensor_core"  # fp16, bf16 or TF32 operands: 24 bits, truncated; fp32 operands lose their low 13 bits
-    TENSOR_CORE_FP8 = "tensor_core_fp8"  # Hopper's FP8 operands: 14 bits, truncated
+    TENSOR_CORE_FP8 = "tensor_core_fp8"  # Hopper's FP8 operands, K ascending: 14 bits, truncated
+    TENSOR_CORE_FP8_ANY = "tensor_core_fp8_any"  # the same, K divided among warps in a way that is not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +147,7 @@ class WeightQuant:
     arithmetic: Format = Format.FP32  # dtype in which scale and quotient are computed
     quotient: Quotient = Quotient.ANY
     power_of_two: bool = False  # the scale is raised to the next power of two (UE8M0)
+    scale_by_reciprocal: bool = False  # the scale is amax * (1 / qmax): what torch makes of tensor / number on CUDA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,4 +170,6 @@ class Recipe:
     weight_requant: WeightQuant | None = None  # the weights, as loaded or as quantized online, are quantized once more for the kernel
     weight_scale_store: Format | None = None  # weight scales are rounded to this when the kernel's layout is made
     weight_store: Format | None = None  # codes times scale are rounded to this before they enter the GEMM; None: scales multiply sums
+    weight_store_one_group: bool = True  # also where all of K shares one scale; False: that scale multiplies sums
+    split_store: Format | None = None  # K may be divided among blocks, which add their results in this format; None: in fp32
     epilogue: Epilogue = Epilogue.FP32

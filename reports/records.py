@@ -42,11 +42,12 @@ class Start:
     fields: dict[str, object]  # the case, field by field; "seed" among them
     environment: dict[str, str]
     worker: str
+    relation: str = ""  # the exact relation asked of the pair; empty: the pair itself, against the reference
 
     @property
     def pair(self) -> str:
-        """``case[entry]``, the id pytest shows."""
-        return f"{self.case}[{self.entry}]"
+        """``case[entry]`` or ``relation:case[entry]``, the id pytest shows."""
+        return f"{self.relation}:{self.case}[{self.entry}]" if self.relation else f"{self.case}[{self.entry}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from harness.bisect.installation import Installation
 from harness.bisect.observe import Observation, kept_name
 from harness.bisect.repository import Repository
 from harness.bisect.revisions import into_merges, line
-from harness.bisect.search import Ambiguous, Found, Status, turns
+from harness.bisect.search import Ambiguous, Found, NotFound, Result, Status, turns
 from harness.bisect.spec import Revision, State, parse
 from harness.bisect.states import Plan, StateRun, run, run_one
 from harness.bisect.trees import planted
@@ -235,7 +235,7 @@ def bisect(arguments: argparse.Namespace) -> int:
             answers=hunt.log.answers,
             on=on,
             turns=turns(through.names, hunt.log.statuses),
-            failing=_failing(hunt, result.culprit if isinstance(result, Found) else through.names[-1]),
+            failing=_failing(hunt, _shown(result, on, through.names)),
             commits=through.commits(result),
             touched={name: through.repository.touched(name) for name in through.commits(result)} if through.repository else {},
             merged=merged,
@@ -251,8 +251,15 @@ def bisect(arguments: argparse.Namespace) -> int:
     return Exit.CANNOT_TELL if isinstance(result, Ambiguous) else Exit.BAD
 
 
+def _shown(result: Result, on: RegressOn, names: Sequence[str]) -> str:
+    """The revision whose failure the page shows: the culprit's, or what a repair mended."""
+    if on is RegressOn.FIXED:
+        return names[0] if isinstance(result, NotFound) else result.last_good
+    return result.culprit if isinstance(result, Found) else names[-1]
+
+
 def _failing(hunt: Hunt, revision: str) -> list[Observation]:
-    """What the culprit shows: of a resumed search, what was observed in this run only."""
+    """What was observed there; of a resumed search, in this run only."""
     run = hunt.seen.get(revision)
     return [] if run is None else [each for pair, each in run.observations.items() if pair in hunt.log.targets]
 

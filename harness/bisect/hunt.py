@@ -22,23 +22,23 @@ class RegressOn(StrEnum):
 
     SIGNATURE = "signature"  # the very failure that the bad end shows, outcome and signature; another failure cannot be judged
     ANY = "any"  # whatever fails
+    IMPORT = "import"  # it cannot be imported or its surface is not recognised; whatever can be driven is good
     FIXED = "fixed"  # the reverse: the older end fails, the newer passes; the first one that passes is looked for
 
 
 def judge(observation: Observation, on: RegressOn, target: str = "") -> Status:
     """One pair. ``target``: with SIGNATURE, the ``Observation.signature`` looked for."""
+    if on is RegressOn.IMPORT and (observation.cannot_import or observation.verdict.outcome is not Outcome.UNAVAILABLE):
+        return Status.BAD if observation.cannot_import else Status.GOOD
     if on is RegressOn.SIGNATURE and observation.signature == target:
         return Status.BAD
     if observation.cannot_import or observation.verdict.outcome in (Outcome.UNAVAILABLE, Outcome.UNSUPPORTED):
         return Status.UNKNOWN
-    passed = observation.verdict.outcome is Outcome.PASS
-    match on:
-        case RegressOn.SIGNATURE:
-            return Status.GOOD if passed else Status.UNKNOWN
-        case RegressOn.ANY:
-            return Status.GOOD if passed else Status.BAD
-        case RegressOn.FIXED:
-            return Status.BAD if passed else Status.GOOD
+    if on is RegressOn.FIXED:
+        return Status.BAD if observation.verdict.outcome is Outcome.PASS else Status.GOOD
+    if observation.verdict.outcome is Outcome.PASS:
+        return Status.GOOD
+    return Status.BAD if on is RegressOn.ANY else Status.UNKNOWN
 
 
 def overall(statuses: Sequence[Status], on: RegressOn) -> Status:
@@ -147,8 +147,6 @@ class Hunt:
             return Answer(status=Status.UNKNOWN, why=str(error))
         self.seen[revision] = run
         key = run.tree.key
-        if run.unavailable:
-            return Answer(status=Status.UNKNOWN, why=run.unavailable, key=key)
         seen = run.observations
         if bad_end and not self.log.targets:
             self.log.targets = {name: each.signature for name, each in seen.items() if self._shows(each)}
@@ -168,6 +166,8 @@ class Hunt:
                 return observation.verdict.outcome not in (Outcome.PASS, Outcome.UNAVAILABLE)
             case RegressOn.ANY:
                 return observation.failed
+            case RegressOn.IMPORT:
+                return observation.cannot_import
             case RegressOn.FIXED:
                 return observation.verdict.outcome is Outcome.PASS
 

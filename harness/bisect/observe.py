@@ -56,7 +56,9 @@ class Observation:
 
     @property
     def cannot_import(self) -> bool:
-        """True when some module of this vLLM could not be imported: the state says nothing about the pair."""
+        """True when vLLM or some module of it could not be imported: the state says nothing about the pair."""
+        if self.verdict.outcome is Outcome.UNAVAILABLE:
+            return self.verdict.signature == NO_STATE
         return self.verdict.outcome in (Outcome.LOAD_ERROR, Outcome.RUN_ERROR) and self.verdict.detail.startswith(_CANNOT_IMPORT)
 
     @property
@@ -85,9 +87,13 @@ def kept_name(pair: str) -> str:
     return f"{hashlib.sha256(pair.encode()).hexdigest()[:24]}.pt"
 
 
-def unavailable(pair: str, sentence: str) -> Observation:
+NO_STATE = "STATE"  # signature of a pair whose state cannot be driven at all
+NO_PAIR = "PAIR"  # signature of a pair that could not be tried, in a state that can be driven
+
+
+def unavailable(pair: str, sentence: str, signature: str = NO_PAIR) -> Observation:
     """A pair that could not be tried."""
-    return Observation(pair=pair, verdict=Verdict(outcome=Outcome.UNAVAILABLE, claim=sentence, detail=sentence, signature="UNAVAILABLE"))
+    return Observation(pair=pair, verdict=Verdict(outcome=Outcome.UNAVAILABLE, claim=sentence, detail=sentence, signature=signature))
 
 
 def _digest_from(given: dict[str, Any]) -> Digest:

@@ -136,10 +136,11 @@ def _title(found: Searched) -> str:
         case Found(culprit=culprit):
             subject = f" ({found.commits[culprit].subject})" if culprit in found.commits else ""
             if found.on is RegressOn.FIXED:
-                return f"fixed in {_short(culprit)}{subject}"
+                return f"{what} until {_short(found.result.last_good)}, mended in {_short(culprit)}{subject}"
             return f"{what} since {_short(culprit)}{subject}"
         case Ambiguous(candidates=candidates):
-            return f"{what} since one of {len(candidates)} revisions, {_short(candidates[0])} to {_short(candidates[-1])}"
+            since = "mended in" if found.on is RegressOn.FIXED else "since"
+            return f"{what} {since} one of {len(candidates)} revisions, {_short(candidates[0])} to {_short(candidates[-1])}"
         case _:
             return "the change was not found"
 

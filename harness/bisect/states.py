@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from harness.backends import SPECS, Backend
-from harness.bisect.observe import Observation, unavailable
+from harness.bisect.observe import NO_STATE, Observation, unavailable
 from harness.bisect.trees import Tree
 from harness.bisect.trouble import Exit
 from harness.bisect.worker import Task
@@ -91,7 +91,7 @@ def run_one(tree: Tree, plan: Plan, *, keep: Path | None = None, lane: int = 0) 
             story = story.died(code, (Path(folder) / "stderr").read_text(errors="replace"))
     return StateRun(
         tree=tree,
-        observations=story.observations or {pair.id: unavailable(pair.id, story.unavailable) for pair in plan.pairs},
+        observations=story.observations or {pair.id: unavailable(pair.id, story.unavailable, NO_STATE) for pair in plan.pairs},
         subject=story.subject,
         unavailable=story.unavailable,
         open_seconds=story.open_seconds,

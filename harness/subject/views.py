@@ -9,7 +9,7 @@ from enum import StrEnum
 
 import torch
 
-_BETWEEN = 3.0  # no power of two, so nothing a lattice holds
+_BETWEEN = 3.0 * 2.0**-10  # no power of two, so nothing a lattice holds; small, so that fp16 outputs stay finite
 
 
 class View(StrEnum):

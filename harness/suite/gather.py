@@ -8,14 +8,19 @@ from typing import TYPE_CHECKING
 
 from cases.case import Level
 from cases.generate import pairs
+from cases.lattice_pairs import lattice_pairs
 from harness import ledger
+from harness.backends import has_entry
 from harness.environment import version
+from harness.relations import asked
 from harness.suite.subjects import VLLM
 from reports.records import Record, merge
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from cases.case import Entry
+    from harness.backends import Backend
     from harness.suite.options import Options
 
 
@@ -33,9 +38,16 @@ def stale(options: Options) -> list[str]:
     return [
         f"ledger entry '{issue.id}' matches no pair of level {level}: mend its patterns, or remove it"
         for level in Level
-        for issue in known.unmatched([(case.id, entry) for case, entry in pairs(level)], options.backend, here)
+        for issue in known.unmatched(ids(level, options.backend), options.backend, here)
         if issue.level is level
     ]
+
+
+def ids(level: Level, backend: Backend) -> list[tuple[str, Entry]]:
+    """What entries may speak of: pairs, lattice pairs, and ``relation:case`` of these."""
+    dense, exact = ([pair for pair in of(level) if has_entry(pair[1], backend)] for of in (pairs, lattice_pairs))
+    related = [(f"{relation}:{case.id}", entry) for case, entry in exact for relation in asked(case, entry, backend)]
+    return [*((case.id, entry) for case, entry in (*dense, *exact)), *related]
 
 
 def gather(directory: Path) -> list[Record]:

@@ -94,10 +94,18 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test per pair."""
+    """One test per pair; and per exact relation of each lattice pair."""
     if "pair" in metafunc.fixturenames:
         pairs = metafunc.config.stash[OPTIONS].pairs()
         metafunc.parametrize("pair", pairs, ids=[pair.id for pair in pairs])
+    if "related" in metafunc.fixturenames:
+        related = metafunc.config.stash[OPTIONS].related()
+        metafunc.parametrize("related", related, ids=[f"{relation}:{pair.id}" for relation, pair in related])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Cases named without a lattice among them have no exact relations: no test, rather than a skipped one."""
+    items[:] = [item for item in items if item.get_closest_marker("skip") is None or "related" not in getattr(item, "fixturenames", ())]
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from cases.case import Entry
 from harness import ledger
 from harness.environment import environment, version
-from harness.ledger import Ledger
+from harness.ledger import Judged, Ledger, Standing
 from harness.pairs import repeat
+from harness.relations import Relation
 from harness.subject import TakesViews
 from harness.suite import subjects
 from reports.records import Record, Recorder, Start, Status, broke
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from cases.batch import Batch
     from cases.case import MoECase
     from cases.checkpoint import Checkpoint
-    from harness.ledger import Judged
     from harness.pairs import Pair
+    from harness.pipeline import PairResult
     from harness.subject import Loaded, Ran, Subject
     from harness.subject.views import View
     from harness.suite.options import Options
@@ -72,16 +73,17 @@ class Worker:
 
     def open(self) -> None:
         """Open the subject: this is where vLLM is imported. Raises SubjectUnavailable or Misuse."""
+        from harness.exact import Drive
+
         began = time.perf_counter()
         subject = subjects.open_subject(self._options.subject, self._options.backend)
         self._recorder.opened(subject.name, time.perf_counter() - began)
         self._subject = Staged(subject, self._recorder)
+        self._drive = Drive(self._subject)
         self._environment = {**environment(), "subject": subject.name}
 
-    def run(self, pair: Pair) -> Record:
-        """The pair's record, written before it is returned."""
-        from harness.pipeline import run_pair
-
+    def run(self, pair: Pair, relation: Relation | None = None) -> Record:
+        """The record of the pair, or of one exact relation asked of it, written before it is returned."""
         options = self._options
         start = Start(
             case=pair.case.id,
@@ -90,19 +92,20 @@ class Worker:
             fields=asdict(pair.case),
             environment=self._environment,
             worker=self._name,
+            relation="" if relation is None else relation.value,
         )
         self._recorder.started(start)
         try:
-            result = run_pair(pair.case, pair.entry, options.backend, self._subject)
+            result = self._result(pair, relation)
         except Exception as error:  # ours: recorded, then shown with its traceback
             self._recorder.finished(broke(start, self._recorder.last_stage, f"{type(error).__name__}: {error}"))
             raise
-        judged = self._ledger.judge(result.verdict, pair.case.id, pair.entry, options.backend, version("vllm") or "")
+        judged = self._judge(result.verdict, pair, relation)
         record = Record.of(
             start,
             verdict=result.verdict,
             status=Status(judged.standing) if judged.as_expected else Status.NEW,
-            news="" if judged.as_expected else news(pair, options, result.verdict, judged, self._environment),
+            news="" if judged.as_expected else news(start, pair, options, result.verdict, judged),
             ledger=judged.issue.id if judged.issue else "",
             link=judged.issue.link if judged.issue else "",
             ran=result.extras,
@@ -112,17 +115,43 @@ class Worker:
         self._recorder.finished(record)
         return record
 
+    def _result(self, pair: Pair, relation: Relation | None) -> PairResult:
+        if relation is None:
+            from harness.pipeline import run_pair
+
+            return run_pair(pair.case, pair.entry, self._options.backend, self._subject)
+        from harness.exact import run_relation
+
+        return run_relation(relation, pair, self._options.backend, self._drive)
+
+    def _judge(self, verdict: Verdict, pair: Pair, relation: Relation | None) -> Judged:
+        """An entry about ``relation:case`` is strict; one about the case is strict for the pair itself and its REFERENCE relation.
+
+        What an entry says of a case may break its other relations too, and need not.
+        """
+        case, entry, backend, here = pair.case.id, pair.entry, self._options.backend, version("vllm") or ""
+        if relation is None or relation is Relation.REFERENCE:
+            return self._ledger.judge(verdict, case, entry, backend, here)
+        judged = self._ledger.judge(verdict, f"{relation}:{case}", entry, backend, here)
+        if judged.issue is not None:
+            return judged
+        broad = self._ledger.judge(verdict, case, entry, backend, here)
+        return Judged(standing=Standing.CLEAN) if broad.standing is Standing.STOPPED_FAILING else broad
+
     def close(self) -> None:
         """After the last pair."""
         self._recorder.close()
 
 
-def news(pair: Pair, options: Options, verdict: Verdict, judged: Judged, environment: dict[str, str]) -> str:
+def news(start: Start, pair: Pair, options: Options, verdict: Verdict, judged: Judged) -> str:
     """What is new in a sentence, then everything a reader needs who has never seen the harness."""
     from harness.message import message
 
     again = repeat(pair, options.backend, options.subject)
-    return f"{judged.sentence}\n{message(verdict, pair=pair.id, backend=options.backend, environment=environment, again=again)}"
+    if start.relation:
+        again += f' -k "{start.relation}"'
+    text = message(verdict, pair=start.pair, backend=options.backend, environment=start.environment, again=again)
+    return f"{judged.sentence}\n{text}"
 
 
 def peak_rss_bytes() -> int:

@@ -23,6 +23,7 @@ from harness import ledger
 from harness.backends import Backend
 from harness.subject import SubjectUnavailable
 from harness.suite import subjects
+from harness.suite.options import Options
 from harness.verdict import Outcome, Verdict
 
 
@@ -74,6 +75,10 @@ def pytest_configure() -> None:
     pipeline = ModuleType("harness.pipeline")
     pipeline.run_pair = run_pair  # type: ignore[attr-defined]
     sys.modules["harness.pipeline"] = pipeline
+    exact = ModuleType("harness.exact")  # relations are made of torch: the stub's run has pairs only
+    exact.Drive = lambda subject: None  # type: ignore[attr-defined]
+    sys.modules["harness.exact"] = exact
+    Options.related = lambda self: ()  # type: ignore[method-assign]
     subjects.open_subject = open_stub
     if file := os.environ.get("STUB_LEDGER"):
         ledger.LEDGER = Path(file)

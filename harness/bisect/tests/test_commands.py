@@ -79,11 +79,17 @@ def test_bisect_names_the_culprit_and_writes_a_page(checkout: Checkout, capsys: 
 def test_bisect_looks_for_the_signature_of_the_bad_end_any_failure_or_the_repair(
     checkout: Checkout, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    was, now = (checkout.git("rev-parse", f"HEAD~{back}")[:12] for back in (5, 4))
     span = ["--good", "HEAD~7", "--bad", "HEAD~5", "--repo", str(checkout.path), *ONE]
     assert main(["bisect", *span, "--regress-on", "any"]) == Exit.CANNOT_TELL
     assert "since one of 2 revisions" in capsys.readouterr().out
     assert main(["bisect", "--good", "HEAD~5", "--bad", "HEAD~3", "--repo", str(checkout.path), *ONE, "--regress-on", "fixed"]) == Exit.GOOD
-    assert capsys.readouterr().out.startswith(f"## fixed in {checkout.git('rev-parse', 'HEAD~4')[:12]} (4 repaired)")
+    assert capsys.readouterr().out.startswith(f"## MISMATCH ZERO_OUTPUT until {was}, mended in {now} (4 repaired)\n")
+    capsys.readouterr()
+    assert (
+        main(["bisect", "--good", "HEAD~8", "--bad", "HEAD~6", "--repo", str(checkout.path), *ONE, "--regress-on", "import"]) == Exit.GOOD
+    )
+    assert "(2 broken)" in capsys.readouterr().out.splitlines()[0]
     assert main(["bisect", "--good", "HEAD~8", "--bad", "HEAD~7", "--repo", str(checkout.path), *ONE]) == Exit.BAD
     assert "given as bad, is good: give a newer bad revision" in capsys.readouterr().out
 

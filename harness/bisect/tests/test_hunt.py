@@ -28,7 +28,7 @@ def observation(pair: str, what: str) -> Observation:
     """``PASS``, ``MISMATCH X``, ``LOAD_ERROR KeyError: …``, ``UNAVAILABLE``."""
     outcome, _, signature = what.partition(" ")
     if outcome == "UNAVAILABLE":
-        return unavailable(pair, "cannot be driven")
+        return unavailable(pair, "cannot be driven", signature or "PAIR")
     detail = signature if outcome in ("LOAD_ERROR", "RUN_ERROR") else ""
     return Observation(pair=pair, verdict=Verdict(outcome=Outcome(outcome), claim="c", signature=signature, detail=detail))
 
@@ -60,23 +60,25 @@ class History:
 
 
 @pytest.mark.parametrize(
-    ("what", "signature", "any_failure", "fixed"),
+    ("what", "signature", "any_failure", "imports", "fixed"),
     [
-        ("PASS", G, G, BAD),
-        ("MISMATCH X", BAD, BAD, G),
-        ("MISMATCH Y", U, BAD, G),
-        ("NOT_IDENTICAL X", U, BAD, G),
-        ("LOAD_ERROR KeyError: 1", U, BAD, G),
-        ("LOAD_ERROR ImportError: 1", U, U, U),
-        ("RUN_ERROR SyntaxError: 1", U, U, U),
-        ("UNSUPPORTED", U, U, U),
-        ("UNAVAILABLE", U, U, U),
+        ("PASS", G, G, G, BAD),
+        ("MISMATCH X", BAD, BAD, G, G),
+        ("MISMATCH Y", U, BAD, G, G),
+        ("NOT_IDENTICAL X", U, BAD, G, G),
+        ("LOAD_ERROR KeyError: 1", U, BAD, G, G),
+        ("LOAD_ERROR ImportError: 1", U, U, BAD, U),
+        ("RUN_ERROR SyntaxError: 1", U, U, BAD, U),
+        ("UNSUPPORTED", U, U, G, U),
+        ("UNAVAILABLE STATE", U, U, BAD, U),
+        ("UNAVAILABLE PAIR", U, U, U, U),
     ],
 )
-def test_what_counts_as_bad(what: str, signature: Status, any_failure: Status, fixed: Status) -> None:
+def test_what_counts_as_bad(what: str, signature: Status, any_failure: Status, imports: Status, fixed: Status) -> None:
     each = observation("p", what)
     assert judge(each, RegressOn.SIGNATURE, "MISMATCH X") is signature
     assert judge(each, RegressOn.ANY) is any_failure
+    assert judge(each, RegressOn.IMPORT) is imports
     assert judge(each, RegressOn.FIXED) is fixed
 
 

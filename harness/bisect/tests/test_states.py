@@ -129,7 +129,7 @@ def test_an_expert_without_tokens_is_a_control(tmp_path: Path) -> None:
         ("import vllm; assert vllm.STATE == 'here'", "PASS"),
         ("import sys; sys.stderr.write('[rank0]: KeyError: 7\\n'); sys.exit(3)", "RUN_ERROR KeyError: 7"),
         ("raise KeyError('weight_scale')", "RUN_ERROR KeyError: 'weight_scale'"),
-        ("import sys; sys.stderr.write('old\\n'); sys.exit(125)", "UNAVAILABLE UNAVAILABLE"),
+        ("import sys; sys.stderr.write('old\\n'); sys.exit(125)", "UNAVAILABLE PAIR"),
         ("import os; os.abort()", "RUN_ERROR SIGABRT"),
     ],
 )

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cases.axes import InvalidCase
+from cases.case import Entry, MoECase
+from cases.perturb import Spot, perturb
+from harness.backends import Backend
+from harness.exact import BUILDERS, Drive, verdict
+from harness.faults import Fault
+from harness.relations import EXEMPTIONS, Exemption, Place, Relation, asked, why_not
+from harness.relations_check import Setting, Variant, check
+from harness.subject.fake import FakeSubject
+from harness.verdict import Outcome
+
+CHANNEL = "int8-channel-static-raw-relu2_no_mul-bf16-e4k1m8h64i32-balanced-lattice"
+PAIRS = (
+    (CHANNEL, Entry.FUSED_EXPERTS),
+    ("int8-channel-dyntoken-ct-silu-bf16-e4k1m8h64i32-balanced-lattice", Entry.LAYER),
+    ("e4m3fn-tensor-static-ct-silu-bf16-e4k2m8h64i32-balanced-lattice", Entry.LAYER),
+)
+
+
+def setting(text: str, entry: Entry) -> Setting:
+    return Setting.of(MoECase.from_id(text), entry, Backend.INTERPRETER)
+
+
+@pytest.mark.parametrize(("text", "entry"), PAIRS)
+def test_an_honest_kernel_keeps_every_relation(text: str, entry: Entry) -> None:
+    start, drive = setting(text, entry), Drive(FakeSubject())
+    for relation in asked(start.case, entry, Backend.INTERPRETER):
+        assert verdict(relation, start, drive).outcome is Outcome.PASS, relation
+
+
+@pytest.mark.parametrize("exemption", EXEMPTIONS, ids=lambda row: f"{row.relation}: {row.reason}")
+def test_every_exemption_is_needed(exemption: Exemption) -> None:
+    text, entry = exemption.shown_by
+    start = setting(text, entry)
+    assert exemption.when(Place.of(start.case, entry, Backend.INTERPRETER))
+    assert why_not(exemption.relation, Place.of(start.case, entry, Backend.INTERPRETER)) is not None
+    drive = Drive(FakeSubject())
+    variants = list(BUILDERS[exemption.relation](replace(start, proven=False)))
+    outcomes = [check(exemption.relation, v, drive.before(v, start), drive.after(v, start)) for v in variants]
+    assert any(outcome is not None for outcome in outcomes)
+
+
+def test_the_founding_fault_is_named_with_the_scale_that_was_used() -> None:
+    start, drive = setting(CHANNEL, Entry.FUSED_EXPERTS), Drive(FakeSubject(Fault.W_SCALE_FLAT_INDEX))
+    found = verdict(Relation.REFERENCE, start, drive)
+    assert found.outcome is Outcome.NOT_IDENTICAL
+    assert found.signature == "W_SCALE_FLAT_INDEX@all"
+    assert "w2_scale.flatten()[" in found.detail
+    assert "(0x" in found.detail
+
+
+def test_a_region_that_moved_and_should_not_have_is_said() -> None:
+    start = setting(CHANNEL, Entry.FUSED_EXPERTS)
+    before = torch.zeros(8, 64, dtype=torch.bfloat16)
+    after = before.clone()
+    after[3, 7] = 1.0
+    broken = check(Relation.UNROUTED_SCALE, Variant(change="nothing", setting=start), before, after)
+    assert broken is not None
+    assert (broken.index, broken.differing) == ((3, 7), 1)
+    assert "channels 7" in broken.moved
+    assert broken.actual == "1 (0x3f80)"
+
+
+def test_a_perturbation_is_a_power_of_two_of_a_scale_that_exists() -> None:
+    start = setting(CHANNEL, Entry.FUSED_EXPERTS)
+    spot = Spot(expert=3, projection="down_proj", element=1)
+    after = perturb(start.case, start.checkpoint, spot, 2.0)
+    name = "3.down_proj.weight_scale"
+    changed = after.tensors[name] != start.checkpoint.tensors[name]
+    assert changed.flatten().nonzero().flatten().tolist() == [1]
+    assert all(after.tensors[n] is t for n, t in start.checkpoint.tensors.items() if n != name)
+    with pytest.raises(InvalidCase, match="power of two"):
+        perturb(start.case, start.checkpoint, spot, 3.0)
+    with pytest.raises(InvalidCase, match="64 scales"):
+        perturb(start.case, start.checkpoint, replace(spot, element=64), 2.0)
