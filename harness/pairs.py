@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 from _pytest.mark.expression import Expression  # not public, and what -k itself calls
 
-from cases.case import Entry, InvalidCase, Level, MoECase, entry_takes
+from cases.case import Data, Entry, InvalidCase, Level, MoECase, entry_takes
 from cases.generate import pairs
-from harness.backends import Backend
+from cases.lattice_pairs import lattice_pairs
+from harness.backends import Backend, declared_refusal, has_entry
 from harness.exits import Misuse
+from harness.relations import EXACT, Relation, asked
 
 
 class Pair(NamedTuple):
@@ -23,6 +25,18 @@ class Pair(NamedTuple):
     def id(self) -> str:
         """``case[entry]``: what pytest shows and ``-k`` matches."""
         return f"{self.case.id}[{self.entry}]"
+
+
+class Related(NamedTuple):
+    """An exact relation asked of a pair with lattice data."""
+
+    relation: Relation
+    pair: Pair
+
+    @property
+    def id(self) -> str:
+        """``relation:case[entry]``."""
+        return f"{self.relation}:{self.pair.id}"
 
 
 def repeat(pair: Pair, backend: Backend, subject: str = "vllm") -> str:
@@ -78,3 +92,11 @@ def select(level: Level, case_ids: Iterable[str] = (), entry: Entry | None = Non
     if not chosen:
         raise Misuse(f"entry '{entry}' takes none of these cases; leave --entry out to run the one that does")
     return tuple(chosen)
+
+
+def relate(level: Level, case_ids: Iterable[str], entry: Entry | None, backend: Backend) -> tuple[Related, ...]:
+    """The exact relations of the level, or of the lattices among the cases named; one pair after another. Raises Misuse."""
+    chosen = select(level, case_ids) if case_ids else [Pair(*pair) for pair in lattice_pairs(level)]
+    lattices = [pair for pair in chosen if pair.case.data is Data.LATTICE and entry in (None, pair.entry)]
+    runs = [pair for pair in lattices if has_entry(pair.entry, backend) and declared_refusal(pair.case, pair.entry, backend) is None]
+    return tuple(Related(relation, pair) for pair in runs if backend in EXACT for relation in asked(pair.case, pair.entry, backend))

@@ -34,7 +34,9 @@ import pytest
 class Watch:
     def pytest_collection_finish(self, session):
         self.seconds = time.perf_counter() - began
-        self.pairs = len(session.items)
+        asked = [set(item.fixturenames) for item in session.items]
+        self.pairs = sum("pair" in names for names in asked)
+        self.relations = sum("related" in names for names in asked)
         self.imported = sorted({{"torch", "vllm", "triton", "numpy"}} & set(sys.modules))
 
 watch = Watch()
@@ -87,20 +89,31 @@ def smoke(backend: Backend) -> int:
 
 def collect(_: Backend) -> int:
     """Collecting each level in a process that must not import torch."""
-    table = Table("level", "pairs", "seconds, median", "seconds, slowest", "heavy modules imported", title=f"collecting, {_REPEATS} times")
+    columns = ("level", "pairs", "exact relations", "seconds, median", "seconds, slowest", "heavy modules imported")
+    table = Table(*columns, title=f"collecting, {_REPEATS} times")
+        "level",
+        "pairs",
+        "exact relations",
+        "seconds, median",
+        "seconds, slowest",
+        "heavy modules imported",
+        title=f"collecting, {_REPEATS} times",
+    )
     for level in Level.SMOKE, Level.NIGHTLY:
         runs = [collect_once(level) for _ in range(_REPEATS)]
         seconds = [run.seconds for run in runs]
         imported = ", ".join(runs[0].imported) or "none"
-        table.add_row(level, str(runs[0].pairs), f"{median(seconds):.2f}", f"{max(seconds):.2f}", imported)
+        counted = str(runs[0].pairs), str(runs[0].relations)
+        table.add_row(level, *counted, f"{median(seconds):.2f}", f"{max(seconds):.2f}", imported)
     draw(table)
     return Exit.AS_THE_LEDGER_SAYS
 
 
 class Collected(NamedTuple):
-    """One collection in a fresh process: pytest imported, configured, every pair a test."""
+    """One collection in a fresh process: pytest imported, configured, every pair and every exact relation a test."""
 
     pairs: int
+    relations: int  # asked of lattice pairs
     seconds: float
     imported: tuple[str, ...]  # heavy modules that got imported
 
@@ -113,7 +126,7 @@ def collect_once(level: Level) -> Collected:
     found: dict[str, Any] = json.loads(told[0]) if told and told[0].startswith("{") else {"code": done.returncode}
     if found["code"]:
         raise Misuse(f"collecting level '{level}' ended with exit code {found['code']}: {(done.stderr or done.stdout).strip()[-300:]}")
-    return Collected(found["pairs"], found["seconds"], tuple(found["imported"]))
+    return Collected(found["pairs"], found["relations"], found["seconds"], tuple(found["imported"]))
 
 
 def sensitivity(backend: Backend) -> int:

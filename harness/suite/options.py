@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cases.case import Data, Entry, Level
-from cases.lattice_pairs import lattice_pairs
-from harness.backends import Backend, UnknownBackend, declared_refusal, has_entry
+from cases.case import Entry, Level
+from harness.backends import Backend, UnknownBackend, has_entry
 from harness.exits import Misuse
 from harness.gpus import default_backend, visible_gpus
-from harness.pairs import Pair, parse_entry, parse_expression, parse_level, select
-from harness.relations import EXACT, Relation, asked
+from harness.pairs import Pair, Related, parse_entry, parse_expression, parse_level, relate, select
 
 if TYPE_CHECKING:
     import pytest
@@ -39,14 +37,9 @@ class Options:
             raise Misuse(f"backend '{self.backend}' has no entry '{chosen[0].entry}'; leave --entry out, or use --backend triton")
         return pairs
 
-    def related(self) -> tuple[tuple[Relation, Pair], ...]:
-        """Exact relations with the lattice pairs they are asked of, one pair after another: of the level, or among the cases named."""
-        if self.backend not in EXACT:
-            return ()
-        named = self.pairs() if self.cases else [Pair(*pair) for pair in lattice_pairs(self.level)]
-        pairs = [pair for pair in named if pair.case.data is Data.LATTICE and self.entry in (None, pair.entry)]
-        runs = [pair for pair in pairs if declared_refusal(pair.case, pair.entry, self.backend) is None]
-        return tuple((relation, pair) for pair in runs for relation in asked(pair.case, pair.entry, self.backend))
+    def related(self) -> tuple[Related, ...]:
+        """The exact relations, after the pairs. Raises Misuse."""
+        return relate(self.level, self.cases, self.entry, self.backend)
 
     @classmethod
     def of(cls, config: pytest.Config) -> Options:

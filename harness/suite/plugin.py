@@ -100,7 +100,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("pair", pairs, ids=[pair.id for pair in pairs])
     if "related" in metafunc.fixturenames:
         related = metafunc.config.stash[OPTIONS].related()
-        metafunc.parametrize("related", related, ids=[f"{relation}:{pair.id}" for relation, pair in related])
+        metafunc.parametrize("related", related, ids=[each.id for each in related])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from harness.pairs import Pair
-    from harness.relations import Relation
+    from harness.pairs import Related
     from harness.suite.worker import Worker
 
 
-def test_relation(related: tuple[Relation, Pair], worker: Worker) -> None:
+def test_relation(related: Related, worker: Worker) -> None:
     """Passes when the relation holds bit for bit, or breaks as the ledger says; otherwise the message says what moved."""
     relation, pair = related
     if news := worker.run(pair, relation).news:

@@ -15,7 +15,8 @@ from harness.cli import main
 from harness.commands.bench import collect_once
 from harness.environment import child_environ
 from harness.exits import Exit, Misuse, Unavailable
-from harness.pairs import select
+from harness.gpus import default_backend, visible_gpus
+from harness.pairs import relate, select
 
 FIRST = select(Level.SMOKE)[0]
 
@@ -166,4 +167,5 @@ def test_an_unknown_fault_is_misuse(tmp_path: Path) -> None:
 def test_collecting_nightly_imports_neither_torch_nor_vllm() -> None:
     collected = collect_once(Level.NIGHTLY)
     assert collected.pairs == len(select(Level.NIGHTLY))
+    assert collected.relations == len(relate(Level.NIGHTLY, (), None, default_backend(visible_gpus()))) > 0
     assert not {"torch", "vllm", "triton"} & set(collected.imported)
