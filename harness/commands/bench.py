@@ -91,14 +91,6 @@ def collect(_: Backend) -> int:
     """Collecting each level in a process that must not import torch."""
     columns = ("level", "pairs", "exact relations", "seconds, median", "seconds, slowest", "heavy modules imported")
     table = Table(*columns, title=f"collecting, {_REPEATS} times")
-        "level",
-        "pairs",
-        "exact relations",
-        "seconds, median",
-        "seconds, slowest",
-        "heavy modules imported",
-        title=f"collecting, {_REPEATS} times",
-    )
     for level in Level.SMOKE, Level.NIGHTLY:
         runs = [collect_once(level) for _ in range(_REPEATS)]
         seconds = [run.seconds for run in runs]
