@@ -45,7 +45,7 @@ class KnownIssue:
     """One entry. Patterns are shell patterns over the whole case id (`*`, `?`; `[` is literal)."""
 
     id: str
-    cases: str
+    cases: tuple[str, ...]  # patterns; one that matches is enough
     entry: Entry
     backends: tuple[Backend, ...]
     vllm: SpecifierSet  # affected versions
@@ -66,7 +66,7 @@ class KnownIssue:
 
     def covers(self, case_id: str, entry: Entry, backend: Backend, version: str) -> bool:
         """Whether this entry speaks of that pair."""
-        return self.concerns(backend, version) and entry is self.entry and matches(case_id, self.cases)
+        return self.concerns(backend, version) and entry is self.entry and any(matches(case_id, pattern) for pattern in self.cases)
 
 
 def matches(text: str, pattern: str) -> bool:
@@ -90,14 +90,16 @@ class Judged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """All entries of one file, in its order; the first that covers a pair speaks for it."""
+    """All entries of one file, in its order; the first that covers a pair speaks for it, unless the pair is refused by design."""
 
     issues: tuple[KnownIssue, ...]
 
     def judge(self, verdict: Verdict, case_id: str, entry: Entry, backend: Backend, version: str) -> Judged:
         """How ``verdict`` stands."""
+        if verdict.outcome is Outcome.UNSUPPORTED:
+            return Judged(standing=Standing.CLEAN)
         issue = next((i for i in self.issues if i.covers(case_id, entry, backend, version)), None)
-        failed = verdict.outcome not in (Outcome.PASS, Outcome.UNSUPPORTED)
+        failed = verdict.outcome is not Outcome.PASS
         if issue is None:
             if not failed:
                 return Judged(standing=Standing.CLEAN)
@@ -153,7 +155,10 @@ def _issue(path: Path, line: int, entry: dict[str, object]) -> KnownIssue:
         raise wrong(f"unknown key '{unknown[0]}'; the keys are {', '.join(known)}")
     if absent := [name for name, f in known.items() if f.default is MISSING and name not in entry]:
         raise wrong(f"key '{absent[0]}' is missing")
-    texts = {name: value for name, value in entry.items() if name != "backends"}
+    patterns = entry["cases"] if isinstance(entry["cases"], list) else [entry["cases"]]
+    if not patterns or not all(isinstance(each, str) and each.strip() for each in patterns):
+        raise wrong(f"'cases' must be a pattern or a list of patterns, got {entry['cases']!r}")
+    texts = {name: value for name, value in entry.items() if name not in ("backends", "cases")}
     if bad := [name for name, value in texts.items() if not isinstance(value, str) or not value.strip()]:
         raise wrong(f"'{bad[0]}' must be a non-empty string, got {entry[bad[0]]!r}")
     backends = entry["backends"]
@@ -162,7 +167,7 @@ def _issue(path: Path, line: int, entry: dict[str, object]) -> KnownIssue:
     try:
         return KnownIssue(
             id=str(entry["id"]),
-            cases=str(entry["cases"]),
+            cases=tuple(patterns),
             entry=Entry(str(entry["entry"])),
             backends=tuple(Backend.parse(str(b)) for b in backends),
             vllm=SpecifierSet(str(entry["vllm"])),

@@ -40,11 +40,18 @@ def test_the_five_standings(tmp_path: Path) -> None:
     ledger = load(written(tmp_path, ENTRY))
     assert standing(ledger, Outcome.MISMATCH, "W_SCALE_FLAT_INDEX@1") is Standing.KNOWN
     assert standing(ledger, Outcome.PASS) is Standing.STOPPED_FAILING
-    assert standing(ledger, Outcome.UNSUPPORTED) is Standing.STOPPED_FAILING
+    assert standing(ledger, Outcome.UNSUPPORTED) is Standing.CLEAN  # refused by design: the entry does not speak of it
     assert standing(ledger, Outcome.MISMATCH, "ZERO_OUTPUT@1") is Standing.FAILS_DIFFERENTLY
     assert standing(ledger, Outcome.RUN_ERROR, "W_SCALE_FLAT_INDEX") is Standing.FAILS_DIFFERENTLY
     assert standing(ledger, Outcome.MISMATCH, "W_SCALE_FLAT_INDEX@1", case="e4m3fn-x") is Standing.NEW
     assert standing(ledger, Outcome.PASS, case="e4m3fn-x") is Standing.CLEAN
+
+
+def test_an_entry_may_have_several_patterns(tmp_path: Path) -> None:
+    ledger = load(written(tmp_path, ENTRY.replace('"int8-*"', '["int8-*-bias", "*-onin"]')))
+    assert standing(ledger, Outcome.PASS, case="int8-x-bias") is Standing.STOPPED_FAILING
+    assert standing(ledger, Outcome.PASS, case="e4m3fn-x-onin") is Standing.STOPPED_FAILING
+    assert standing(ledger, Outcome.PASS, case="int8-x") is Standing.CLEAN
 
 
 def test_versions_bound_an_entry(tmp_path: Path) -> None:
@@ -73,6 +80,8 @@ def test_an_entry_that_matches_nothing_is_named(tmp_path: Path) -> None:
         (ENTRY.replace('note = "n"\n', ""), 2, "key 'note' is missing"),
         (ENTRY.replace("note", "notes"), 2, "unknown key 'notes'"),
         (ENTRY.replace('link = "x"', 'link = ""'), 2, "'link' must be a non-empty string"),
+        (ENTRY.replace('"int8-*"', "[]"), 2, "'cases' must be a pattern or a list of patterns"),
+        (ENTRY.replace('"int8-*"', '["int8-*", 3]'), 2, "'cases' must be a pattern or a list of patterns"),
         (ENTRY.replace('link = "x"', "link = x"), 10, "not TOML"),
         (ENTRY + ENTRY, 2, "id 'a' is used twice"),
         ('title = "x"\n' + ENTRY, 1, "only [[issue]] tables belong here"),
