@@ -1,4 +1,4 @@
-"""``moediff``: run, list, show, doctor, lanes, bench. Parsing and exit codes only; what a command does is in its own module."""
+"""``moediff``: parsing and exit codes only; what a command does is in its own module, states of vLLM in harness/bisect/commands.py."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from cases.case import Entry, InvalidCase, Level
 from harness.backends import Backend
+from harness.bisect.commands import add_subcommands
 from harness.commands import bench, doctor, lanes, listing, run, show
 from harness.exits import Exit, Misuse
 from harness.ledger import LedgerError
@@ -62,6 +63,8 @@ def parser() -> Parser:
     )
     command.add_argument("--backend", help=f"{_of(Backend)}; default: the one this machine can run")
     command.set_defaults(handler=bench.main)
+
+    add_subcommands(commands)
     return whole
 
 
