@@ -69,11 +69,14 @@ class Fault(Enum):
     ACTIVATIONS_NOT_QUANTIZED = "activations enter the GEMMs in the hidden dtype"
     ROUTER_WEIGHT_DROPPED = "the router weight is not multiplied in"
     ROUTER_WEIGHT_TWICE = "the router weight is multiplied in once more"
+    ROUTER_WEIGHT_TWICE_ON_INPUT = "the router weight is multiplied into the input, and into it once more"
     RENORMALIZE_FLIPPED = "router weights are renormalized when they should not be, or the reverse"
     BIAS_DROPPED = "no bias is added"
     W13_BIAS_DROPPED = "the bias of w13 is not added"
     W2_BIAS_DROPPED = "the bias of w2 is not added"
     BIAS_SCALED = "biases are multiplied by the weight scale"
+    BIAS_NOT_PERMUTED = "biases are read in Marlin's order, in which they are not stored"
+    BIAS_READ_AS_16_BITS = "biases are stored in float32, and read as 16-bit numbers in Marlin's order"
     WRONG_ACTIVATION = "another activation function"
     UP_PLUS_ONE = "act(gate) is multiplied by up + 1 (swigluoai's product)"
     EXPERT_GAIN_1_008 = "one expert's contribution is 1.008 times what it should be"
@@ -158,6 +161,10 @@ def _renormalizing(case: MoECase, recipe: Recipe) -> str | None:
         return "router weights are given, not computed"
     moved = (_routing(case, flipped=True).topk_weights / _routing(case).topk_weights - 1).abs().mean()
     return None if float(moved) >= SMALLEST_GAIN else "renormalizing moves router weights by less than 0.8 % on average"
+
+
+def _marlin(case: MoECase, recipe: Recipe) -> str | None:
+    return None if recipe.name == "marlin" else "only Marlin's kernels have an order of their own"
 
 
 def _last_slot_matters(case: MoECase) -> bool:
@@ -247,11 +254,17 @@ _RULES: dict[Fault, tuple[Rule, ...]] = {
     Fault.ACTIVATIONS_NOT_QUANTIZED: (_a_quantized,),
     Fault.ROUTER_WEIGHT_DROPPED: (_router_weights,),
     Fault.ROUTER_WEIGHT_TWICE: (_router_weights,),
+    Fault.ROUTER_WEIGHT_TWICE_ON_INPUT: (
+        _needs(lambda case: case.router_weight_on_input, "the router weight is not multiplied into the input"),
+        _router_weights,
+    ),
     Fault.RENORMALIZE_FLIPPED: (_renormalizing,),
     Fault.BIAS_DROPPED: (_BIAS,),
     Fault.W13_BIAS_DROPPED: (_BIAS,),
     Fault.W2_BIAS_DROPPED: (_BIAS,),
     Fault.BIAS_SCALED: (_BIAS, _QUANTIZED),
+    Fault.BIAS_NOT_PERMUTED: (_BIAS, _marlin),
+    Fault.BIAS_READ_AS_16_BITS: (_BIAS, _marlin),
     Fault.WRONG_ACTIVATION: (),
     Fault.UP_PLUS_ONE: (_GATED,),
     Fault.EXPERT_GAIN_1_008: (),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ import torch
 
 from harness.faults import Fault
 from harness.gains import Gain, Group, per_expert
-from harness.inject import Inputs, contributions, separable
+from harness.inject import Inputs, contributions, separable, with_all
 from harness.preimage import half_gaps
 from harness.verdict import FaultFit
 from references.formats import round_to
@@ -36,6 +37,18 @@ def fit(inputs: Inputs, answer: Answer, actual: torch.Tensor, candidates: Iterab
         given = contributions(fault, inputs, evaluate)
         experts, faulty = _granted(answer, given, actual, scale, len(inputs.loaded)) if separable(fault) else ((), given.sum(1))
         fits.append(FaultFit(fault=fault.name, experts=experts, residual=_excess(actual, faulty, scale, answer).over(before)))
+    return tuple(sorted(fits, key=lambda each: each.residual))
+
+
+def fit_two(inputs: Inputs, answer: Answer, actual: torch.Tensor, first: Iterable[Fault], second: Iterable[Fault]) -> tuple[FaultFit, ...]:
+    """Every fault of ``first`` together with every one of ``second``, both everywhere; the best explanation first."""
+    scale = _row_scale(answer.expected, actual)
+    before = _excess(actual, answer.expected, scale, answer)
+    fits = []
+    for pair in itertools.product(first, second):
+        faulty = with_all(pair, inputs, evaluate).sum(1)
+        left = _excess(actual, faulty, scale, answer).over(before)
+        fits.append(FaultFit(fault="+".join(fault.name for fault in pair), experts=(), residual=left))
     return tuple(sorted(fits, key=lambda each: each.residual))
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from harness.faults import TILE, Fault
+from harness.inject_marlin import read_as_16_bits, unpermuted
 from references.formats import decode
 from references.loading import LoadedExpert, Matrix
 from references.moe import Expert, Projection, Routing
@@ -40,10 +41,17 @@ Evaluate = Callable[[Inputs], torch.Tensor]
 
 def contributions(fault: Fault | None, inputs: Inputs, evaluate: Evaluate) -> torch.Tensor:
     """What ``evaluate`` gives for ``inputs`` with ``fault`` in them, [M, k, H]."""
-    if fault in _BEFORE:
-        return evaluate(_BEFORE[fault](inputs))
-    honest = evaluate(inputs)
-    return honest if fault is None else _AFTER[fault](honest, inputs.routing)
+    return with_all(() if fault is None else (fault,), inputs, evaluate)
+
+
+def with_all(faults: tuple[Fault, ...], inputs: Inputs, evaluate: Evaluate) -> torch.Tensor:
+    """The same for several faults at once."""
+    for fault in faults:
+        inputs = _BEFORE[fault](inputs) if fault in _BEFORE else inputs
+    given = evaluate(inputs)
+    for fault in faults:
+        given = given if fault in _BEFORE else _AFTER[fault](given, inputs.routing)
+    return given
 
 
 def separable(fault: Fault) -> bool:
@@ -188,6 +196,18 @@ def _bias_scaled(inputs: Inputs, e: int, matrix: Matrix) -> Matrix:
     return matrix if matrix.bias is None else replace(matrix, bias=matrix.bias * _scale(matrix)[:, 0])
 
 
+def _in_marlins_order(inputs: Inputs, e: int, matrix: Matrix) -> Matrix:
+    return matrix if matrix.bias is None else replace(matrix, bias=unpermuted(matrix.bias))
+
+
+def _read_as_16_bits(name: str) -> Callable[[Inputs, int, Matrix], Matrix]:
+    def change(inputs: Inputs, e: int, matrix: Matrix) -> Matrix:
+        stored = [bias for bias in (getattr(expert, name).bias for expert in inputs.loaded) if bias is not None]
+        return replace(matrix, bias=unpermuted(read_as_16_bits(torch.stack(stored), e, inputs.recipe.output)))
+
+    return change
+
+
 def _both(first: PerExpert, second: PerExpert) -> PerExpert:
     return lambda inputs, e: replace(first(inputs, e), w2=second(inputs, e).w2)
 
@@ -225,6 +245,8 @@ _PER_EXPERT: dict[Fault, PerExpert] = {
     Fault.W13_BIAS_DROPPED: _w13(_no_bias),
     Fault.W2_BIAS_DROPPED: _w2(_no_bias),
     Fault.BIAS_SCALED: _both(_w13(_bias_scaled), _w2(_bias_scaled)),
+    Fault.BIAS_NOT_PERMUTED: _both(_w13(_in_marlins_order), _w2(_in_marlins_order)),
+    Fault.BIAS_READ_AS_16_BITS: _both(_w13(_read_as_16_bits("w13")), _w2(_read_as_16_bits("w2"))),
     Fault.UP_PLUS_ONE: _w13(_bias_plus_one),
 }
 
@@ -296,7 +318,12 @@ _OTHER_ACTIVATION = {
     Activation.RELU2_NO_MUL: Activation.SILU_NO_MUL,
 }
 
-_BEFORE: dict[Fault | None, Callable[[Inputs], Inputs]] = {
+
+def _weighted_again(inputs: Inputs) -> Inputs:
+    return replace(inputs, hidden_states=inputs.hidden_states.to(torch.float64) * inputs.routing.topk_weights[:, :1])
+
+
+_BEFORE: dict[Fault, Callable[[Inputs], Inputs]] = {
     **{fault: _each(change) for fault, change in _PER_EXPERT.items()},
     Fault.A1_SCALE_NOT_APPLIED: _a1_scale(-1),
     Fault.A1_SCALE_APPLIED_TWICE: _a1_scale(1),
@@ -307,6 +334,7 @@ _BEFORE: dict[Fault | None, Callable[[Inputs], Inputs]] = {
     Fault.ACTIVATIONS_NOT_QUANTIZED: _unquantized,
     Fault.EXPERT_IDS_SHIFTED: _rerouted(lambda routing, experts: replace(routing, topk_ids=(routing.topk_ids + 1) % experts)),
     Fault.ROUTER_WEIGHT_DROPPED: _rerouted(lambda routing, experts: replace(routing, topk_weights=torch.ones_like(routing.topk_weights))),
+    Fault.ROUTER_WEIGHT_TWICE_ON_INPUT: _weighted_again,
     Fault.RENORMALIZE_FLIPPED: _renormalize_flipped,
     Fault.WRONG_ACTIVATION: lambda inputs: replace(inputs, activation=_OTHER_ACTIVATION[inputs.activation]),
 }

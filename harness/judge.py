@@ -13,7 +13,7 @@ from cases.checkpoint import Checkpoint
 from harness import expected
 from harness.compare import Comparison, show
 from harness.faults import Fault, applicable
-from harness.fit import affected, fit, gain_residual
+from harness.fit import affected, fit, fit_two, gain_residual
 from harness.gains import Gain, Gains, Group, gains
 from harness.inject import Inputs
 from harness.pattern import pattern
@@ -25,6 +25,10 @@ from references.vocabulary import Recipe
 EXPLAINS = 0.2  # a fault that leaves more than a fifth of the deviation unexplained names nothing
 HALVES = 0.5  # a factor is established by its own statistics: it names the deviation when it is the larger part of it
 _RUNNERS_UP = 2
+_SEEN_TOGETHER = (  # one of the first and one of the second
+    (Fault.BIAS_DROPPED, Fault.BIAS_NOT_PERMUTED, Fault.BIAS_READ_AS_16_BITS),
+    (Fault.ROUTER_WEIGHT_TWICE, Fault.ROUTER_WEIGHT_TWICE_ON_INPUT),
+)
 _SHOWN = 8  # gains per verdict
 
 
@@ -71,7 +75,11 @@ def judge(
             signature="" if outcome is Outcome.PASS else outcome.value,
         )
     inputs = _inputs(case, recipe, checkpoint, batch, answer)
-    fits = fit(inputs, answer, actual, [fault for fault in Fault if applicable(fault, case, recipe)])[: 1 + _RUNNERS_UP]
+    faults = [fault for fault in Fault if applicable(fault, case, recipe)]
+    fits = fit(inputs, answer, actual, faults)
+    if fits and fits[0].residual > EXPLAINS:  # a lane may drop biases and weight its input twice: no one of them explains that
+        fits = (*fit_two(inputs, answer, actual, *([f for f in faults if f in group] for group in _SEEN_TOGETHER))[:1], *fits)
+    fits = tuple(sorted(fits, key=lambda each: each.residual))[: 1 + _RUNNERS_UP]
     live = (answer.expected != 0) | (actual != 0)
     where = pattern(comparison.bad, live, answer.routing.topk_ids) or _gain_pattern(flagged)
     return Verdict(

@@ -167,7 +167,7 @@ def _issue(path: Path, line: int, entry: dict[str, object]) -> KnownIssue:
     try:
         return KnownIssue(
             id=str(entry["id"]),
-            cases=tuple(patterns),
+            cases=tuple(map(str, patterns)),
             entry=Entry(str(entry["entry"])),
             backends=tuple(Backend.parse(str(b)) for b in backends),
             vllm=SpecifierSet(str(entry["vllm"])),

@@ -14,21 +14,24 @@ from harness import expected
 from harness.backends import Backend
 from harness.faults import Fault, applicable, why_not
 from harness.fit import evaluate
-from harness.inject import Inputs, contributions, gained, target
+from harness.inject import Inputs, contributions, gained, target, with_all
+from harness.inject_marlin import read_as_16_bits, unpermuted
 from harness.recipes import recipe
 from harness.subject.fake import FakeSubject
 from references.loading import load
 from references.moe import Routing
+from references.vocabulary import Format
 
 CHANNEL = MoECase.from_id("int8-channel-static-quark-silu-fp32-e4k2m8h128i64-balanced")
 BLOCK = MoECase.from_id("e4m3fn-block128-dyngroup128-quark-silu-bf16-e4k2m8h384i256-balanced")
 TENSOR = MoECase.from_id("e4m3fn-tensor-static-quark-silu-fp32-e4k2m8h128i64-balanced")
+MARLIN = MoECase.from_id("e4m3fn-tensor-static-quark-silu-bf16-e4k2m8h128i64-balanced-bias")
 TOKEN = MoECase.from_id("int8-channel-dyntoken-quark-silu-fp32-e4k1m8h128i64-balanced")
 
 
-def inputs_of(case: MoECase) -> Inputs:
+def inputs_of(case: MoECase, entry: Entry = Entry.FUSED_EXPERTS, backend: Backend = Backend.INTERPRETER) -> Inputs:
     checkpoint, batch = make_checkpoint(case), make_batch(case)
-    how = recipe(case, Entry.FUSED_EXPERTS, Backend.INTERPRETER)
+    how = recipe(case, entry, backend)
     stored = expected.experts(case, checkpoint)
     return Inputs(
         experts=stored,
@@ -142,6 +145,27 @@ def test_faults_of_what_was_contributed() -> None:
     assert torch.equal(given(Fault.CHANNEL_GAIN_1_05), gained(honest, inputs.routing, 1.05, expert, channel))
 
 
+def test_a_bias_that_is_not_permuted_arrives_where_marlin_looks_for_another() -> None:
+    first = [0, 1, 8, 9, 16, 17, 24, 25]  # marlin_utils.py, get_scale_perms: the channels of a thread's first eight places
+    got = unpermuted(torch.arange(70.0))
+    assert got[first].tolist() == list(range(8))
+    assert sorted(got.tolist()) == list(range(70))
+    assert got[64:].tolist() == list(range(64, 70))
+
+
+def test_float32_biases_read_as_16_bits_come_from_the_wrong_expert_too() -> None:
+    biases = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    assert read_as_16_bits(biases, 0, Format.BF16).tolist() == [0.0, 1.0]
+    assert read_as_16_bits(biases, 1, Format.BF16).tolist() == [0.0, 2.0]
+
+
+def test_two_faults_at_once() -> None:
+    inputs = inputs_of(replace(CHANNEL, bias=True))
+    both = with_all((Fault.BIAS_DROPPED, Fault.ROUTER_WEIGHT_TWICE), inputs, evaluate)
+    one = contributions(Fault.BIAS_DROPPED, inputs, evaluate)
+    assert torch.equal(both, one * inputs.routing.topk_weights.unsqueeze(2))
+
+
 def test_a_gain_touches_its_expert_and_channel_only() -> None:
     routing = Routing(topk_ids=torch.tensor([[0, 1], [1, 2]]), topk_weights=torch.ones(2, 2, dtype=torch.float64))
     given = torch.ones(2, 2, 3)
@@ -152,8 +176,10 @@ def test_a_gain_touches_its_expert_and_channel_only() -> None:
 @pytest.mark.parametrize("fault", list(Fault))
 def test_every_fault_that_applies_can_be_evaluated_and_moves_the_reference(fault: Fault) -> None:
     moved = 0
-    for case in (CHANNEL, BLOCK, TENSOR, TOKEN, replace(CHANNEL, bias=True, renormalize=False)):
-        inputs = inputs_of(case)
+    here = [(case, inputs_of(case)) for case in (CHANNEL, BLOCK, TENSOR, TOKEN, replace(CHANNEL, bias=True, renormalize=False))]
+    on_input = replace(MARLIN, top_k=1, renormalize=False, router_weight_on_input=True)
+    there = [(case, inputs_of(case, Entry.LAYER, Backend.MARLIN)) for case in (MARLIN, on_input)]
+    for case, inputs in (*here, *there):
         if applicable(fault, case, inputs.recipe):
             assert not torch.equal(contributions(fault, inputs, evaluate).sum(1), evaluate(inputs).sum(1))
             moved += 1

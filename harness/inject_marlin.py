@@ -1,0 +1,29 @@
+"""What Marlin's kernels make of biases that were not laid out for them.
+
+Source: vLLM 0.33.0, ``marlin_utils.py::marlin_permute_bias``, which dense layers call and ``prepare_fp8_moe_layer_for_marlin`` does not.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from references.vocabulary import Format
+
+_ORDER = tuple(2 * i + j for i in range(4) for j in (0, 1, 8, 9, 16, 17, 24, 25))  # place p of 32 holds channel _ORDER[p]
+_VIEW = {Format.BF16: torch.bfloat16, Format.FP16: torch.float16}
+
+
+def unpermuted(bias: torch.Tensor) -> torch.Tensor:
+    """[N] as each channel gets it: the bias at the place where its own would be. N that is no multiple of 32 keeps its tail."""
+    whole = bias.shape[0] // 32 * 32
+    places = bias[:whole].reshape(-1, 32)
+    got = torch.empty_like(places)
+    got[:, list(_ORDER)] = places
+    return torch.cat([got.flatten(), bias[whole:]])
+
+
+def read_as_16_bits(biases: torch.Tensor, expert: int, fmt: Format) -> torch.Tensor:
+    """[N] float64: float32 ``biases`` [E, N] read as if they were of ``fmt``, little-endian, expert ``expert``'s N of them."""
+    size = biases.shape[1]
+    halves = biases.to(torch.float32).contiguous().view(_VIEW[fmt]).flatten()
+    return halves[expert * size : (expert + 1) * size].to(torch.float64)
