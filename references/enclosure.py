@@ -26,7 +26,6 @@ from references.bounds import (
 from references.formats import limits, round_to
 from references.loading import LoadedExpert, Matrix
 from references.moe import Routing, reads_tf32, static_rows
-from references.scales import GROUP
 from references.vocabulary import Accumulator, Activation, ActQuant, Epilogue, Format, Recipe, RouterWeight
 
 Trace = Callable[[str, Interval], None]  # told what each step made, by name, before the rounding that stores it
@@ -60,7 +59,7 @@ def gemm(rows: Operand, a_scale: Interval | None, matrix: Matrix, accumulator: A
         return scaled(sums, a_scale, None if matrix.scale is None else matrix.scale[:, 0])
     total: Interval | None = None
     for g in range(max(a_groups, w_groups)):
-        columns = (slice(None), slice(g * GROUP, (g + 1) * GROUP))
+        columns = (slice(None), slice(g * matrix.width, (g + 1) * matrix.width))
         column = (slice(None), slice(g, g + 1)) if a_groups > 1 else (slice(None), slice(0, 1))
         w_scale = None if matrix.scale is None else matrix.scale[:, g if w_groups > 1 else 0]
         part = scaled(matmul(rows[columns], weights[columns], accumulator), None if a_scale is None else a_scale[column], w_scale)

@@ -2,7 +2,8 @@
 
 Sources: FP8 (E4M3FN, E5M2): Micikevicius et al., "FP8 Formats for Deep Learning" (2022), table 1, E4M3 with no infinities and
 S.1111.111 as its only NaN; OCP 8-bit Floating Point Specification 1.0. IEEE 754-2019 binary16 and binary32; bfloat16 as binary32's
-upper half. INT8 is two's complement.
+upper half. INT8 and INT4 are two's complement, UINT8 and UINT4 plain binary. OCP Microscaling Formats (MX) Specification 1.0: E2M1 (no
+infinities, no NaN), E8M0 (2**(code - 127), 0xFF is NaN). Codes of fewer than 8 bits lie one to a byte here; references/packing.py packs.
 
 Everything here is float64 arithmetic on bit patterns and integers; no torch cast decides a value (casts only repack exact values).
 """
@@ -51,6 +52,10 @@ _INFO = {
     Format.INT8: FormatInfo(max=127.0, min=-128.0, qmax=127.0, min_subnormal=1.0, min_exponent=0, significand_bits=8),
     Format.E4M3FN: _floating(448.0, -6, 4),
     Format.E5M2: _floating(57344.0, -14, 3),
+    Format.INT4: FormatInfo(max=7.0, min=-8.0, qmax=7.0, min_subnormal=1.0, min_exponent=0, significand_bits=4),
+    Format.UINT4: FormatInfo(max=15.0, min=0.0, qmax=15.0, min_subnormal=1.0, min_exponent=0, significand_bits=4),
+    Format.UINT8: FormatInfo(max=255.0, min=0.0, qmax=255.0, min_subnormal=1.0, min_exponent=0, significand_bits=8),
+    Format.E2M1: _floating(6.0, 0, 2),
     Format.FP16: _floating(65504.0, -14, 11),
     Format.BF16: _floating(float(2**8 - 1) * 2.0**120, -126, 8),
     Format.FP32: _floating(float(2**24 - 1) * 2.0**104, -126, 24),
@@ -60,14 +65,23 @@ _DTYPE = {
     Format.INT8: torch.int8,
     Format.E4M3FN: torch.float8_e4m3fn,
     Format.E5M2: torch.float8_e5m2,
+    Format.INT4: torch.int8,
+    Format.UINT4: torch.uint8,
+    Format.UINT8: torch.uint8,
+    Format.E2M1: torch.uint8,
+    Format.E8M0: torch.uint8,
     Format.FP16: torch.float16,
     Format.BF16: torch.bfloat16,
     Format.FP32: torch.float32,
 }
 
 
+_INTEGERS = {Format.INT8: 8, Format.INT4: 4, Format.UINT4: 4, Format.UINT8: 8}
+_SIGNED = (Format.INT8, Format.INT4)
+
+
 def limits(fmt: Format) -> FormatInfo:
-    """Limits of ``fmt``."""
+    """Limits of ``fmt``; E8M0, in which nothing is rounded here, has none."""
     return _INFO[fmt]
 
 
@@ -78,22 +92,25 @@ def torch_dtype(fmt: Format) -> torch.dtype:
 
 @cache
 def table(fmt: Format) -> torch.Tensor:
-    """[256] float64: the value of every 8-bit code, from the specification. NaN and inf included.
+    """[256] or, for four bits, [16] float64: the value of every code, from the specification. NaN and inf included.
 
     Raises:
-        ValueError: for a format that is not 8 bits wide.
+        ValueError: for a format that is wider than 8 bits.
     """
-    if fmt is Format.INT8:
-        return torch.tensor([float(code if code < 128 else code - 256) for code in range(256)], dtype=torch.float64)
-    if fmt not in (Format.E4M3FN, Format.E5M2):
-        raise ValueError(f"{fmt} is not an 8-bit format")
+    if fmt in _INTEGERS:
+        codes = torch.arange(2 ** _INTEGERS[fmt], dtype=torch.float64)
+        return torch.where(codes < codes.numel() / 2, codes, codes - codes.numel()) if fmt in _SIGNED else codes
+    if fmt is Format.E8M0:
+        return torch.tensor([2.0 ** (code - 127) for code in range(255)] + [float("nan")], dtype=torch.float64)
+    if fmt not in (Format.E4M3FN, Format.E5M2, Format.E2M1):
+        raise ValueError(f"{fmt} is not a format of 8 bits or fewer")
     mantissa_bits = limits(fmt).significand_bits - 1
-    exponent_bits = 7 - mantissa_bits
+    exponent_bits = (3 if fmt is Format.E2M1 else 7) - mantissa_bits
     bias = 2 ** (exponent_bits - 1) - 1
     top = 2**exponent_bits - 1
     values = []
-    for code in range(256):
-        sign = -1.0 if code >> 7 else 1.0
+    for code in range(2 ** (1 + exponent_bits + mantissa_bits)):
+        sign = -1.0 if code >> (exponent_bits + mantissa_bits) else 1.0
         exponent = (code >> mantissa_bits) & top
         mantissa = code & (2**mantissa_bits - 1)
         if exponent == 0:
@@ -109,16 +126,20 @@ def table(fmt: Format) -> torch.Tensor:
 
 
 def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Values of ``codes`` (the format's torch dtype), float64, same shape.
+    """Values of ``codes`` (the format's torch dtype), float64, same shape. A zero point is not part of a code's value.
 
     Raises:
-        ValueError: when the tensor's dtype is not the format's.
+        ValueError: when the tensor's dtype is not the format's, or a four-bit code has more bits set.
     """
     if codes.dtype is not torch_dtype(fmt):
         raise ValueError(f"codes of {fmt} must be {torch_dtype(fmt)}, got {codes.dtype}")
-    if codes.element_size() == 1:
-        return table(fmt)[codes.contiguous().view(torch.uint8).to(torch.int64)]
-    return codes.to(torch.float64)  # widening: exact
+    if codes.element_size() > 1 or fmt in _SIGNED:
+        return codes.to(torch.float64)  # widening: exact
+    values = table(fmt)
+    index = codes.contiguous().view(torch.uint8).to(torch.int64)
+    if index.numel() and int(index.max()) >= values.numel():
+        raise ValueError(f"{int(index.max())} is no code of {fmt}, which has {values.numel()}")
+    return values[index]
 
 
 def _keep_bits(values: torch.Tensor, bits: int, rounding: Rounding) -> torch.Tensor:
@@ -150,10 +171,10 @@ def _integer(values: torch.Tensor, rounding: Rounding) -> torch.Tensor:
 def round_to(values: torch.Tensor, fmt: Format, rounding: Rounding = Rounding.HALF_EVEN) -> torch.Tensor:
     """``values`` (float64) on the grid of ``fmt``, float64. Not saturating.
 
-    Overflow beyond the largest finite value gives what a cast gives: an infinity, NaN for E4M3FN (which has no infinity); INT8 values are
-    left outside [-128, 127]. Monotone in ``values``. NaN stays NaN.
+    Overflow beyond the largest finite value gives what a cast gives: an infinity, NaN for E4M3FN (which has no infinity), the largest
+    value for E2M1 (which has neither); integers are left outside their format's range. Monotone in ``values``. NaN stays NaN.
     """
-    if fmt is Format.INT8:
+    if fmt in _INTEGERS:
         return _integer(values, rounding)
     if fmt is Format.FP32 and rounding is Rounding.HALF_EVEN:
         return values.to(torch.float32).to(torch.float64)  # IEEE conversion, the same rounding, faster
@@ -161,7 +182,7 @@ def round_to(values: torch.Tensor, fmt: Format, rounding: Rounding = Rounding.HA
     normal = _keep_bits(values, info.significand_bits, rounding)
     tiny = _integer(values / info.min_subnormal, rounding) * info.min_subnormal
     rounded = torch.where(values.abs() < 2.0**info.min_exponent, tiny, normal)
-    beyond = float("nan") if fmt is Format.E4M3FN else float("inf")
+    beyond = {Format.E4M3FN: float("nan"), Format.E2M1: info.max}.get(fmt, float("inf"))
     rounded = torch.where(rounded.abs() > info.max, torch.copysign(torch.full_like(rounded, beyond), values), rounded)
     return torch.where(torch.isnan(values), values, rounded)
 
@@ -173,12 +194,15 @@ def saturate(values: torch.Tensor, fmt: Format, rounding: Rounding = Rounding.HA
 
 
 def encode(values: torch.Tensor, fmt: Format, rounding: Rounding = Rounding.HALF_EVEN) -> torch.Tensor:
-    """``values`` (float64) as codes in the format's torch dtype; 8-bit formats saturate at their finite range, wider ones overflow.
+    """``values`` (float64) as codes in the format's torch dtype; formats of 8 bits or fewer saturate at their finite range, wider overflow.
 
-    NaN has no INT8 code and becomes 0.
+    NaN has no code in an integer format or E2M1, and becomes 0 there.
     """
-    eight_bits = fmt in (Format.INT8, Format.E4M3FN, Format.E5M2)
-    rounded = saturate(values, fmt, rounding) if eight_bits else round_to(values, fmt, rounding)
-    if fmt is Format.INT8:
+    narrow = fmt in _INTEGERS or fmt in (Format.E4M3FN, Format.E5M2, Format.E2M1)
+    rounded = saturate(values, fmt, rounding) if narrow else round_to(values, fmt, rounding)
+    if fmt in _INTEGERS or fmt is Format.E2M1:
         rounded = torch.nan_to_num(rounded, nan=0.0)
+    if fmt is Format.E2M1:
+        magnitude = torch.searchsorted(table(fmt)[:8], rounded.abs().contiguous())
+        return (magnitude + 8 * torch.signbit(rounded)).to(torch.uint8)
     return rounded.to(torch_dtype(fmt))

@@ -10,7 +10,7 @@ import torch
 from references.accumulators import tf32
 from references.formats import round_to, saturate
 from references.quantize import dynamic_scale, quantize_weights, symmetric
-from references.scales import GROUP, group_amax, groups
+from references.scales import GROUP, group_amax, groups, over_columns
 from references.vocabulary import Accumulator, Format, Layout, Recipe, WeightQuant
 
 if TYPE_CHECKING:
@@ -39,10 +39,6 @@ def _mapped(matrix: Matrix, step: Callable[[torch.Tensor], torch.Tensor]) -> Mat
     return replace(matrix, codes=codes, low=codes if exact else step(matrix.low), high=codes if exact else step(matrix.high))
 
 
-def _per_element(scale: torch.Tensor, columns: int) -> torch.Tensor:
-    return scale if scale.shape[1] == 1 else scale.repeat_interleave(GROUP, 1)[:, :columns]
-
-
 def _quantized_again(matrix: Matrix, how: WeightQuant) -> Matrix:
     """fp8_utils.py, requant_weight_ue8m0_inplace: fp32(code * scale), then a power-of-two block scale, by which dividing is exact.
 
@@ -52,7 +48,7 @@ def _quantized_again(matrix: Matrix, how: WeightQuant) -> Matrix:
     if how.layout is not Layout.BLOCK128 or not how.power_of_two:
         raise NotImplementedError("a second quantization is known for 128 x 128 blocks and power-of-two scales only")
     assert matrix.scale is not None
-    before = _per_element(matrix.scale, matrix.codes.shape[1])
+    before = over_columns(matrix.scale, GROUP, matrix.codes.shape[1])
     quantized = quantize_weights(round_to(matrix.codes * before, Format.FP32), how)
     scale = quantized.scale[:, ::GROUP][:, : groups(matrix.codes.shape[1])]
     changed = replace(matrix, codes=quantized.codes, low=quantized.codes, high=quantized.codes, scale=scale)

@@ -15,7 +15,7 @@ from references.bounds import requantized_hull, weight_code_hull
 from references.formats import decode, round_to
 from references.kernel_layout import for_kernel
 from references.quantize import Quantized, quantize_weights, requantize_to_max
-from references.scales import GROUP, expand, groups
+from references.scales import GROUP, expand, groups, over_columns
 from references.vocabulary import ActQuant, Format, Layout, Recipe, W13Merge, WeightQuant
 
 if TYPE_CHECKING:
@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 class Matrix:
     """One weight matrix as the GEMM reads it: value = codes * scale.
 
-    codes, low, high: [N, K] float64; low <= codes <= high, the very same tensor when nothing is in doubt.
-    scale: [N, G] float64, G = 1 or ceil(K / 128) (one per 128 columns); None when there is none.
+    codes, low, high: [N, K] float64; low <= codes <= high, the very same tensor when nothing is in doubt. Zero points are subtracted.
+    scale: [N, G] float64, G = 1 or ceil(K / width); None when there is none.
     bias: [N] float64 or None.
-    store: the format in which codes * scale enter the GEMM; None: the scale multiplies sums.
+    store: the format in which codes * scale, a product in fp32, enter the GEMM; None: the scale multiplies sums.
+    width: columns that share a scale, where G > 1.
     """
 
     codes: torch.Tensor
@@ -41,6 +42,7 @@ class Matrix:
     scale: torch.Tensor | None
     bias: torch.Tensor | None
     store: Format | None = None
+    width: int = GROUP
 
     def values(self) -> torch.Tensor:
         """codes * scale, [N, K] float64, as the GEMM reads them."""
@@ -57,8 +59,8 @@ class Matrix:
     def _scaled(self, codes: torch.Tensor) -> torch.Tensor:
         if self.scale is None:
             return codes
-        per_element = self.scale if self.scale.shape[1] == 1 else self.scale.repeat_interleave(GROUP, 1)[:, : codes.shape[1]]
-        return codes * per_element if self.store is None else round_to(codes * per_element, self.store)
+        product = codes * over_columns(self.scale, self.width, codes.shape[1])
+        return product if self.store is None else round_to(round_to(product, Format.FP32), self.store)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,14 +77,21 @@ def _row_scale(scale: torch.Tensor, layout: Layout, rows: int, cols: int) -> tor
     """A layout's scale as [rows, G]."""
     if layout is Layout.BLOCK128:
         return scale.to(torch.float64).repeat_interleave(GROUP, 0)[:rows].reshape(rows, groups(cols))
+    if layout.width is not None:
+        return scale.to(torch.float64).reshape(rows, groups(cols, layout.width))
     return expand(scale, layout, rows, cols).expand(rows, 1)
 
 
 def _stored(projection: Projection) -> Matrix:
     codes = decode(projection.codes, projection.format)
+    width = projection.layout.width or GROUP
+    if projection.zero_point is not None:
+        codes = codes - over_columns(decode(projection.zero_point, projection.format), width, codes.shape[1])
     scale = None if projection.scale is None else _row_scale(projection.scale, projection.layout, *codes.shape)
+    if scale is not None and projection.global_scale is not None:
+        scale = round_to(scale * projection.global_scale.to(torch.float64), Format.FP32)
     bias = None if projection.bias is None else projection.bias.to(torch.float64)
-    return Matrix(codes=codes, low=codes, high=codes, format=projection.format, scale=scale, bias=bias)
+    return Matrix(codes=codes, low=codes, high=codes, format=projection.format, scale=scale, bias=bias, width=width)
 
 
 def _stack(parts: Sequence[Matrix]) -> Matrix:
@@ -99,6 +108,7 @@ def _stack(parts: Sequence[Matrix]) -> Matrix:
         format=parts[0].format,
         scale=torch.cat(scales) if scales else None,
         bias=torch.cat(biases) if biases else None,
+        width=parts[0].width,
     )
 
 
@@ -106,7 +116,8 @@ def _online(weights: Matrix, how: WeightQuant) -> Matrix:
     quantized = quantize_weights(weights.codes, how)
     low, high = weight_code_hull(weights.codes, quantized, how)
     scale = _row_scale(quantized.group_scale, how.layout, *weights.codes.shape)
-    return Matrix(codes=quantized.codes, low=low, high=high, format=how.format, scale=scale, bias=weights.bias)
+    width = how.layout.width or GROUP
+    return Matrix(codes=quantized.codes, low=low, high=high, format=how.format, scale=scale, bias=weights.bias, width=width)
 
 
 def _requantized(gate: Matrix, up: Matrix) -> list[Matrix]:

@@ -19,14 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projection:
-    """One weight matrix as the checkpoint holds it. decoded(codes) * scale is the weight."""
+    """One weight matrix as the checkpoint holds it. (decoded(codes) - zero_point) * scale * global_scale is the weight."""
 
-    codes: torch.Tensor  # [N, K] in the format's torch dtype
+    codes: torch.Tensor  # [N, K] in the format's torch dtype, one code each
     format: Format
     layout: Layout
-    scale: torch.Tensor | None = None  # f32; TENSOR [], CHANNEL [N, 1], BLOCK128 [ceil(N/128), ceil(K/128)]
-    input_scale: torch.Tensor | None = None  # f32 [], static activation scale
+    scale: torch.Tensor | None = None  # f32; TENSOR [], CHANNEL [N, 1], BLOCK128 [ceil(N/128), ceil(K/128)], groups [N, ceil(K/width)]
+    input_scale: torch.Tensor | None = None  # f32 [], static activation scale (NVFP4: the global one)
     bias: torch.Tensor | None = None  # [N]
+    zero_point: torch.Tensor | None = None  # codes of the same format in the scale's shape; asymmetric formats only
+    global_scale: torch.Tensor | None = None  # f32 [], multiplies every scale (NVFP4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Scale layouts: which elements share a scale. Blocks and groups are 128 wide; the last one of a row or column may be shorter."""
+"""Scale layouts: which elements share a scale. Blocks are 128 x 128, groups 1 x 16 to 128; the last of a row or column may be shorter."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from references.vocabulary import Layout
 GROUP = 128  # columns of a GROUP128 group, rows and columns of a BLOCK128 block
 
 
-def groups(size: int) -> int:
-    """Number of 128-wide groups that cover ``size``, tail included."""
-    return -(-size // GROUP)
+def groups(size: int, width: int = GROUP) -> int:
+    """Number of groups of ``width`` that cover ``size``, tail included."""
+    return -(-size // width)
+
+
+def over_columns(scale: torch.Tensor, width: int, cols: int) -> torch.Tensor:
+    """Scales per group of ``width`` columns, [rows, groups] -> [rows, cols]; a single one stays [rows, 1]."""
+    return scale if scale.shape[1] == 1 else scale.repeat_interleave(width, 1)[:, :cols]
 
 
 def scale_shape(layout: Layout, rows: int, cols: int) -> tuple[int, ...]:
@@ -23,8 +28,8 @@ def scale_shape(layout: Layout, rows: int, cols: int) -> tuple[int, ...]:
             return (rows, 1)
         case Layout.BLOCK128:
             return (groups(rows), groups(cols))
-        case Layout.GROUP128:
-            return (rows, groups(cols))
+        case Layout.GROUP16 | Layout.GROUP32 | Layout.GROUP64 | Layout.GROUP128:
+            return (rows, groups(cols, layout.width or GROUP))
 
 
 def expand(scale: torch.Tensor, layout: Layout, rows: int, cols: int) -> torch.Tensor:
@@ -44,8 +49,8 @@ def expand(scale: torch.Tensor, layout: Layout, rows: int, cols: int) -> torch.T
             return wide
         case Layout.BLOCK128:
             return wide.repeat_interleave(GROUP, 0)[:rows].repeat_interleave(GROUP, 1)[:, :cols]
-        case Layout.GROUP128:
-            return wide.repeat_interleave(GROUP, 1)[:, :cols]
+        case Layout.GROUP16 | Layout.GROUP32 | Layout.GROUP64 | Layout.GROUP128:
+            return wide.repeat_interleave(layout.width or GROUP, 1)[:, :cols]
 
 
 def group_amax(x: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -57,9 +62,10 @@ def group_amax(x: torch.Tensor, layout: Layout) -> torch.Tensor:
             return magnitude.amax() if magnitude.numel() else magnitude.new_zeros(())
         case Layout.CHANNEL | Layout.TOKEN:
             return magnitude.amax(1, keepdim=True)
-        case Layout.GROUP128:
-            padded = torch.nn.functional.pad(magnitude, (0, groups(cols) * GROUP - cols))
-            return padded.reshape(rows, groups(cols), GROUP).amax(2)
+        case Layout.GROUP16 | Layout.GROUP32 | Layout.GROUP64 | Layout.GROUP128:
+            width = layout.width or GROUP
+            padded = torch.nn.functional.pad(magnitude, (0, groups(cols, width) * width - cols))
+            return padded.reshape(rows, groups(cols, width), width).amax(2)
         case Layout.BLOCK128:
             padded = torch.nn.functional.pad(magnitude, (0, groups(cols) * GROUP - cols, 0, groups(rows) * GROUP - rows))
             return padded.reshape(groups(rows), GROUP, groups(cols), GROUP).amax((1, 3))

@@ -22,11 +22,21 @@ class Format(StrEnum):
     INT8 = "int8"
     E4M3FN = "e4m3fn"
     E5M2 = "e5m2"
+    INT4 = "int4"
+    UINT4 = "uint4"  # with a zero point: value = (code - zero point) * scale
+    UINT8 = "uint8"  # the same
+    E2M1 = "e2m1"
+    E8M0 = "e8m0"  # powers of two, of scales only
 
     @property
     def is_float16_or_wider(self) -> bool:
         """True for the dtypes a hidden state may have."""
         return self in (Format.FP32, Format.BF16, Format.FP16)
+
+    @property
+    def has_zero_point(self) -> bool:
+        """True for asymmetric codes."""
+        return self in (Format.UINT4, Format.UINT8)
 
 
 class Layout(StrEnum):
@@ -37,7 +47,18 @@ class Layout(StrEnum):
     CHANNEL = "channel"  # weights: one per output row, [N, 1]
     TOKEN = "token"  # activations: one per row, [M, 1]
     BLOCK128 = "block128"  # weights: one per 128x128 block, [ceil(N/128), ceil(K/128)]
-    GROUP128 = "group128"  # activations: one per 128 contiguous columns of a row, [M, ceil(K/128)]
+    GROUP16 = "group16"  # one per 16 contiguous columns of a row, [rows, ceil(K/16)]: NVFP4
+    GROUP32 = "group32"  # the same of 32: MXFP4, MXFP8, INT4
+    GROUP64 = "group64"
+    GROUP128 = "group128"  # the same of 128; activations of block128 weights
+
+    @property
+    def width(self) -> int | None:
+        """Columns that share a scale: 16 to 128 for groups, 128 for blocks, None where all of K does."""
+        return _WIDTH.get(self)
+
+
+_WIDTH = {Layout.BLOCK128: 128, Layout.GROUP16: 16, Layout.GROUP32: 32, Layout.GROUP64: 64, Layout.GROUP128: 128}
 
 
 class Activation(StrEnum):

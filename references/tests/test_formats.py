@@ -19,9 +19,17 @@ NUMPY = {
     Format.FP16: np.dtype(np.float16),
     Format.BF16: np.dtype(ml_dtypes.bfloat16),
     Format.FP32: np.dtype(np.float32),
+    Format.INT4: np.dtype(ml_dtypes.int4),
+    Format.UINT4: np.dtype(ml_dtypes.uint4),
+    Format.UINT8: np.dtype(np.uint8),
+    Format.E2M1: np.dtype(ml_dtypes.float4_e2m1fn),
+    Format.E8M0: np.dtype(ml_dtypes.float8_e8m0fnu),
 }
-EIGHT_BITS = (Format.INT8, Format.E4M3FN, Format.E5M2)
-FLOATS = tuple(fmt for fmt in Format if fmt is not Format.INT8)
+FOUR_BITS = (Format.INT4, Format.UINT4, Format.E2M1)
+INTEGERS = (Format.INT8, Format.INT4, Format.UINT4, Format.UINT8)
+NARROW = (Format.INT8, Format.E4M3FN, Format.E5M2, *FOUR_BITS, Format.UINT8)
+FLOATS = tuple(fmt for fmt in Format if fmt not in INTEGERS and fmt is not Format.E8M0)
+ROUNDED = (*INTEGERS, *(fmt for fmt in FLOATS if fmt is not Format.FP32))
 Decode = Callable[[torch.Tensor, Format], torch.Tensor]
 Rounder = Callable[[torch.Tensor, Format], torch.Tensor]
 
@@ -33,7 +41,10 @@ def widened(codes: np.ndarray) -> np.ndarray:
 
 def every_code(fmt: Format) -> np.ndarray:
     width = NUMPY[fmt].itemsize
-    return np.arange(256 ** min(width, 2), dtype=f"uint{8 * width}").view(NUMPY[fmt])
+    if fmt is Format.INT4:  # two's complement, sign-extended in its byte
+        return np.arange(-8, 8, dtype=np.int8).view(NUMPY[fmt])
+    count = 16 if fmt in FOUR_BITS else 256 ** min(width, 2)
+    return np.arange(count, dtype=f"uint{8 * width}").view(NUMPY[fmt])
 
 
 def as_torch(codes: np.ndarray, fmt: Format) -> torch.Tensor:
@@ -67,29 +78,29 @@ def neighbourhoods(fmt: Format) -> np.ndarray:
 def check_rounding(fmt: Format, rounder: Rounder) -> None:
     points = neighbourhoods(fmt)
     with np.errstate(over="ignore", invalid="ignore"):
-        expected = points.astype(NUMPY[fmt]) if fmt is not Format.INT8 else np.rint(points)
+        expected = points.astype(NUMPY[fmt]) if fmt not in INTEGERS else np.rint(points)
     same(rounder(torch.from_numpy(points).double(), fmt), expected)
 
 
-@pytest.mark.parametrize("fmt", [*EIGHT_BITS, Format.FP16, Format.BF16])
+@pytest.mark.parametrize("fmt", [*NARROW, Format.E8M0, Format.FP16, Format.BF16])
 def test_every_code_decodes_as_in_ml_dtypes(fmt: Format) -> None:
     check_decode(fmt, decode)
 
 
-@pytest.mark.parametrize("fmt", EIGHT_BITS)
+@pytest.mark.parametrize("fmt", [*NARROW, Format.E8M0])
 def test_one_wrong_code_fails_the_decode_check(fmt: Format) -> None:
-    for code in range(256):
+    for code in range(len(table(fmt))):
         wrong = table(fmt).clone()
-        wrong[code] = torch.nan_to_num(wrong[code], nan=0.0, posinf=1.0, neginf=1.0) + 0.5
+        wrong[code] = 2.0 * torch.nan_to_num(wrong[code], nan=1.0, posinf=1.0, neginf=1.0) or 0.5
 
         def faulty(codes: torch.Tensor, _: Format, wrong: torch.Tensor = wrong) -> torch.Tensor:
-            return wrong[codes.view(torch.uint8).long()]
+            return wrong[codes.view(torch.uint8).long() % len(wrong)]
 
         with pytest.raises(AssertionError):
             check_decode(fmt, faulty)
 
 
-@pytest.mark.parametrize("fmt", [Format.INT8, *[f for f in FLOATS if f is not Format.FP32]])
+@pytest.mark.parametrize("fmt", ROUNDED)
 def test_rounding_half_even_is_the_cast_of_ml_dtypes(fmt: Format) -> None:
     check_rounding(fmt, round_to)
 
@@ -104,10 +115,10 @@ def test_rounding_to_fp32_is_numpys_cast() -> None:
         same(round_to(torch.from_numpy(points), Format.FP32), points.astype(np.float32))
 
 
-@pytest.mark.parametrize("fmt", [Format.INT8, *[f for f in FLOATS if f is not Format.FP32]])
+@pytest.mark.parametrize("fmt", ROUNDED)
 @pytest.mark.parametrize("fault", ["away", "truncate", "next", "no_subnormals"])
 def test_a_wrong_rounding_fails_the_rounding_check(fmt: Format, fault: str) -> None:
-    if fault == "no_subnormals" and fmt is Format.INT8:
+    if fault == "no_subnormals" and fmt in INTEGERS:
         return
 
     def faulty(values: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -122,7 +133,7 @@ def test_a_wrong_rounding_fails_the_rounding_check(fmt: Format, fault: str) -> N
         check_rounding(fmt, faulty)
 
 
-@pytest.mark.parametrize("fmt", EIGHT_BITS)
+@pytest.mark.parametrize("fmt", NARROW)
 @pytest.mark.parametrize("rounding", list(Rounding))
 def test_every_rounding_agrees_with_a_search_of_the_table(fmt: Format, rounding: Rounding) -> None:
     grid = sorted({float(v) for v in table(fmt) if torch.isfinite(v)})
@@ -143,7 +154,7 @@ def test_every_rounding_agrees_with_a_search_of_the_table(fmt: Format, rounding:
     assert round_to(torch.tensor(points, dtype=torch.float64), fmt, rounding).tolist() == expected
 
 
-@pytest.mark.parametrize("fmt", EIGHT_BITS)
+@pytest.mark.parametrize("fmt", NARROW)
 def test_encode_inverts_decode_on_every_finite_code_and_saturates(fmt: Format) -> None:
     codes = as_torch(every_code(fmt), fmt)
     finite = torch.isfinite(decode(codes, fmt))
@@ -156,7 +167,7 @@ def test_encode_of_wide_formats_overflows_like_a_cast() -> None:
     assert encode(torch.tensor([7e4, -7e4], dtype=torch.float64), Format.FP16).tolist() == [float("inf"), float("-inf")]
 
 
-@given(st.floats(allow_nan=False), st.floats(allow_nan=False), st.sampled_from(list(Format)), st.sampled_from(list(Rounding)))
+@given(st.floats(allow_nan=False), st.floats(allow_nan=False), st.sampled_from([*ROUNDED, Format.FP32]), st.sampled_from(list(Rounding)))
 def test_rounding_is_monotone_and_idempotent(a: float, b: float, fmt: Format, rounding: Rounding) -> None:
     low, high = round_to(torch.tensor([min(a, b), max(a, b)], dtype=torch.float64), fmt, rounding)
     if not (torch.isnan(low) or torch.isnan(high)):  # E4M3FN overflows to NaN
@@ -167,3 +178,5 @@ def test_rounding_is_monotone_and_idempotent(a: float, b: float, fmt: Format, ro
 def test_decode_refuses_another_formats_codes() -> None:
     with pytest.raises(ValueError, match=r"codes of e4m3fn must be torch\.float8_e4m3fn, got torch\.int8"):
         decode(torch.zeros(1, dtype=torch.int8), Format.E4M3FN)
+    with pytest.raises(ValueError, match="16 is no code of e2m1, which has 16"):
+        decode(torch.tensor([16], dtype=torch.uint8), Format.E2M1)

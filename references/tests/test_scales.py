@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from references.scales import expand, group_amax, scale_shape
 from references.vocabulary import Layout
 
-LAYOUTS = (Layout.TENSOR, Layout.CHANNEL, Layout.TOKEN, Layout.BLOCK128, Layout.GROUP128)
+GROUPS = (Layout.GROUP16, Layout.GROUP32, Layout.GROUP64, Layout.GROUP128)
+LAYOUTS = (Layout.TENSOR, Layout.CHANNEL, Layout.TOKEN, Layout.BLOCK128, *GROUPS)
 
 
 def owner(layout: Layout, row: int, col: int) -> tuple[int, ...]:
@@ -18,7 +19,7 @@ def owner(layout: Layout, row: int, col: int) -> tuple[int, ...]:
         Layout.CHANNEL: (row, 0),
         Layout.TOKEN: (row, 0),
         Layout.BLOCK128: (row // 128, col // 128),
-        Layout.GROUP128: (row, col // 128),
+        **{group: (row, col // int(group.removeprefix("group"))) for group in GROUPS},
     }[layout]
 
 
