@@ -8,6 +8,8 @@ the interval that references/bounds.py derives from those functions' published e
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import itertools
 import json
 import sys
@@ -16,12 +18,12 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from harness.subject.interpreter import ops_activation, ops_moe, ops_quant
+from harness.subject.interpreter import ops_activation, ops_humming, ops_moe, ops_quant
 from references.bounds import Interval, activation_interval, exactly, quantize, router_weights, store, times
 from references.routing import route
 from references.vocabulary import Activation, ActQuant, Format, Layout, Quotient
 
-IMPLEMENTATIONS = {**ops_moe.IMPLEMENTATIONS, **ops_activation.IMPLEMENTATIONS, **ops_quant.IMPLEMENTATIONS}
+IMPLEMENTATIONS = {**ops_moe.IMPLEMENTATIONS, **ops_activation.IMPLEMENTATIONS, **ops_quant.IMPLEMENTATIONS, **ops_humming.IMPLEMENTATIONS}
 FP8 = torch.float8_e4m3fn
 SPECIAL = (0.0, -0.0, 1e-30, -1e-30, 5.96e-8, 6.1e-5, 0.5, -0.5, 1.5, 2.5, -2.5, 126.5, 127.5, 448.0, 464.0, 480.0, -480.0, 65504.0)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -137,6 +139,22 @@ def _calls() -> Iterator[tuple[str, str, tuple[object, ...], tuple[int, ...]]]:
         yield "_moe_C::topk_softmax", f"E{experts} k{top_k} renormalize={renormalize}", arguments, (0, 1)
 
 
+def _humming_calls() -> Iterator[tuple[str, str, tuple[object, ...], tuple[int, ...]]]:
+    """As ``_calls``: every width, signed codes among them, columns that are no multiple of a tile."""
+    for bits, activation_bits, columns in ((8, 16, 64), (8, 16, 96), (4, 16, 192), (2, 16, 128), (8, 8, 192), (4, 8, 96), (4, 4, 128)):
+        codes = torch.randint(0, 1 << bits, (2, 128, columns), generator=torch.Generator().manual_seed(bits), dtype=torch.int32)
+        words = torch.zeros(2, 128, columns * bits // 32, dtype=torch.int32)
+        data = f"B{bits} A{activation_bits} K{columns}"
+        yield "humming::pack_weight", data, (codes, words.clone(), bits), (1,)
+        packed = ops_humming.packed(codes, bits)
+        yield "humming::unpack_weight", data, (packed, torch.zeros_like(codes), bits), (1,)
+        repacked = torch.zeros(2, columns * activation_bits // 256, 128 * bits * 8 // activation_bits, dtype=torch.int32)
+        yield "humming::repack_weight", data, (packed, repacked.clone(), bits, activation_bits, True), (1,)
+        yield "humming::repack_weight", f"{data} int2fp", (packed, repacked.clone(), bits, activation_bits, True, True), (1,)
+        native = (packed, repacked.clone(), bits, activation_bits, True, False, False, False, 3, 0, None, None, None, False, True)
+        yield "humming::repack_weight", f"{data} native", native, (1,)
+
+
 def _device(argument: object, device: str) -> object:
     return argument.to(device, copy=True) if isinstance(argument, torch.Tensor) else argument
 
@@ -148,7 +166,7 @@ def _compiled(operator: str) -> Callable[..., object]:
 
 def measure() -> Iterator[Fidelity]:
     """Every operator over every data set. An operator that raises is reported, not hidden."""
-    for operator, data, arguments, outputs in _calls():
+    for operator, data, arguments, outputs in itertools.chain(_calls(), _humming_calls() if "humming" in sys.modules else ()):
         here = tuple(_device(a, "cpu") for a in arguments)
         there = tuple(_device(a, "cuda") for a in arguments)
         texts = []
@@ -177,6 +195,8 @@ def measure() -> Iterator[Fidelity]:
 
 def main() -> int:
     """Print what differs and write one JSON line per comparison to the file named by the first argument, if any."""
+    if importlib.util.find_spec("humming") is not None:
+        importlib.import_module("humming.ops")  # registers its operators
     import vllm._C_stable_libtorch
     import vllm._moe_C_stable_libtorch  # noqa: F401
 

@@ -124,8 +124,11 @@ def activate() -> None:
             f"not imported vllm, and let VLLM_PLUGINS (now {os.environ.get('VLLM_PLUGINS')!r}) name {ENTRY_POINT_NAME}"
         )
 
-    from harness.subject.interpreter import compiled_ops, triton_gaps, triton_speed
+    from harness.subject.interpreter import compiled_ops, device, triton_gaps, triton_speed
 
+    asked, architecture = device.answering()
+    if asked:
+        device.answer(architecture)
     compiled_ops.register()
     triton_gaps.fill()
     triton_speed.apply()

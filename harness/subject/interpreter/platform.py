@@ -1,7 +1,8 @@
-"""A platform that answers vLLM's questions like a Hopper GPU and computes on the CPU.
+"""A platform that answers vLLM's questions like a GPU and computes on the CPU.
 
-vLLM finds it through the ``vllm.platform_plugins`` entry point. ``register()`` declines unless the interpreter lane was
-asked for, so that installing this package changes nothing for a CUDA vLLM.
+It answers like a Hopper GPU without DeepGEMM, or like a GPU of the architecture that ``MOEDIFF_ARCHITECTURE`` names. vLLM finds it
+through the ``vllm.platform_plugins`` entry point. ``register()`` declines unless the interpreter lane was asked for, so that installing
+this package changes nothing for a CUDA vLLM.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ def _make_platform() -> type:
     import torch
     from vllm.platforms.interface import DeviceCapability, Platform, PlatformEnum
 
+    from harness.subject.interpreter.device import answering
+
+    asked, architecture = answering()
+
     class InterpreterPlatform(Platform):
         _enum = PlatformEnum.CUDA
         device_name = "interpreter"
@@ -41,7 +46,7 @@ def _make_platform() -> type:
 
         @classmethod
         def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
-            return DeviceCapability(9, 0)
+            return DeviceCapability(*architecture.capability)
 
         @classmethod
         def get_device_name(cls, device_id: int = 0) -> str:
@@ -49,7 +54,7 @@ def _make_platform() -> type:
 
         @classmethod
         def num_compute_units(cls, device_id: int = 0) -> int:
-            return 132  # H100/H200: what launch heuristics would see
+            return architecture.multiprocessors  # what launch heuristics would see
 
         @classmethod
         def import_kernels(cls) -> None:
@@ -65,7 +70,11 @@ def _make_platform() -> type:
 
         @classmethod
         def supports_fp8(cls) -> bool:
-            return True
+            return architecture.number >= 89
+
+        @classmethod
+        def support_deep_gemm(cls) -> bool:
+            return asked and architecture.deep_gemm
 
         @classmethod
         def is_fp8_fnuz(cls) -> bool:
