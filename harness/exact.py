@@ -70,6 +70,10 @@ class Drive:
             return Setting.of(case, entry, backend)
         return held
 
+    def forget(self) -> None:
+        """Let go of the layer that is held."""
+        self._setting = self._started = None
+
     def start(self, setting: Setting) -> tuple[Loaded, torch.Tensor]:
         """The loaded layer and its output [M, H]. Raises SubjectError."""
         if self._setting is not setting or self._started is None:

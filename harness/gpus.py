@@ -11,6 +11,7 @@ from pathlib import Path
 from harness.backends import SPECS, Backend
 
 _PROC = Path("/proc/driver/nvidia/gpus")
+WORKERS_ON_GPU = "MOEDIFF_WORKERS_ON_GPU"  # how many processes share this worker's GPU
 _SLOTS = 8  # workers on one GPU at most: each holds a CUDA context of its own, and the reference needs a core
 
 
@@ -42,10 +43,12 @@ def worker_count(backend: Backend, gpus: tuple[str, ...], available: int) -> int
     return len(gpus) * min(_SLOTS, max(1, available // len(gpus)))
 
 
-def worker_environment(backend: Backend, worker: str, gpus: tuple[str, ...]) -> dict[str, str]:
-    """What a worker sets before torch is imported: one thread, the lane's own variables, one GPU by the number in its id ("gw3")."""
+def worker_environment(backend: Backend, worker: str, gpus: tuple[str, ...], workers: int = 1) -> dict[str, str]:
+    """What one of ``workers`` sets before torch is imported: one thread, the lane's own variables, one GPU by the number in its id ("gw3"),
+    and how many share it."""
     environment = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} | dict(SPECS[backend].environment)
     if SPECS[backend].needs_gpu and gpus:
         number = int("".join(filter(str.isdigit, worker)) or 0)
         environment["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
+        environment[WORKERS_ON_GPU] = str(max(1, -(-workers // len(gpus))))
     return environment

@@ -120,7 +120,7 @@ class Recorder:
         directory.mkdir(parents=True, exist_ok=True)
         self._worker = worker
         self.last_stage = FIRST_STAGE
-        self._file: IO[str] = (directory / f"worker-{worker}.jsonl").open("a", encoding="utf-8")
+        self._file: IO[str] = worker_file(directory, worker).open("a", encoding="utf-8")
 
     def opened(self, subject: str, seconds: float) -> None:
         """The subject is ready; ``seconds`` went into importing and preparing it."""
@@ -190,6 +190,11 @@ def read_worker(path: Path) -> WorkerStory:
             except (ValueError, KeyError, TypeError) as error:
                 raise RecordsUnreadable(f"{path}:{number}: not a record ({error})") from error
     return WorkerStory(records=records, died_at=died(start, stage) if start else None, open_seconds=open_seconds)
+
+
+def worker_file(directory: Path, worker: str) -> Path:
+    """Where a worker writes."""
+    return directory / f"worker-{worker}.jsonl"
 
 
 def worker_files(directory: Path) -> list[Path]:

@@ -77,3 +77,12 @@ class TakesViews(Protocol):
     def load_viewed(self, case: MoECase, checkpoint: Checkpoint, views: Mapping[str, View]) -> Loaded:
         """As ``load`` through the functional entry; views: by name, ``w1_scale``, ``w2_scale``, ``a1_scale``, ``a2_scale``."""
         ...
+
+
+@runtime_checkable
+class OnDevice(Protocol):
+    """A subject on a device that an error may take away from the whole process."""
+
+    def recover(self) -> str | None:
+        """After a failure: give back what the pair held and try the device. None when it works, else what it raised."""
+        ...

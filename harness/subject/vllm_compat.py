@@ -50,6 +50,7 @@ PLACES: dict[str, tuple[str, ...]] = {
 # may be absent: the version then does without
 OPTIONAL: dict[str, tuple[str, ...]] = {
     "init_workspace_manager": ("vllm.v1.worker.workspace:init_workspace_manager",),
+    "reset_workspace_manager": ("vllm.v1.worker.workspace:reset_workspace_manager",),
     "online config": (f"{_QUANT}.online.base:OnlineQuantizationConfig",),
     "online arguments": ("vllm.config.quantization:resolve_quantization_config",),
     "finalize online loading": ("vllm.model_executor.model_loader.reload.layerwise:finalize_layerwise_processing",),
@@ -187,6 +188,14 @@ def prepare_process(device: str) -> None:
         surface["init_distributed_environment"](1, 0, f"file://{folder}/rendezvous", 0, "gloo")
         surface["initialize_model_parallel"](1, 1)
     if "init_workspace_manager" in surface:
+        surface["init_workspace_manager"](torch.device(device))
+
+
+def drop_workspaces(device: str = "cuda") -> None:
+    """Give back the scratch memory that layers share; the next forward allocates its own."""
+    surface = probe_surface()
+    if "reset_workspace_manager" in surface and "init_workspace_manager" in surface:
+        surface["reset_workspace_manager"]()
         surface["init_workspace_manager"](torch.device(device))
 
 

@@ -100,10 +100,11 @@ def run(loaded: Loaded, batch: Batch) -> Ran:
                     apply_router_weight_on_input=call.case.router_weight_on_input,
                     quant_config=call.quant_config,
                 )
+            output = output.detach().cpu().clone()
         except Exception as error:
             raise RunFailed(verbatim(error)) from error
     return Ran(
-        output=output.detach().cpu().clone(),
+        output=output,
         experts_class=seen.experts[0] if seen.experts else "",
         gemm_dtypes=tuple(seen.gemm_dtypes),
     )

@@ -59,8 +59,11 @@ class VllmSubject:
 
             activate.activate()
         from harness.subject import vllm_compat
+        from harness.subject.device import share_memory
 
         surface = vllm_compat.probe_surface()
+        if device == "cuda":
+            share_memory()
         self.backend = backend
         self.device = device
         self.name = f"vllm {surface.version} ({'interpreter' if interpreter else device})"
@@ -92,6 +95,15 @@ class VllmSubject:
         with pristine():
             return vllm_direct.load(case, checkpoint, self.device, views)
 
+    def recover(self) -> str | None:
+        """After a failure: None when the device works, else what it raised."""
+        from harness.subject import device, vllm_compat
+
+        if self.device == "cpu":
+            return None
+        vllm_compat.drop_workspaces()
+        return device.recover()
+
     def run(self, loaded: Loaded, batch: Batch) -> Ran:
         """One forward of ``batch``.
 
@@ -110,7 +122,7 @@ class VllmSubject:
     def _load_layer(self, case: MoECase, checkpoint: Checkpoint) -> Loaded:
         import torch
 
-        from harness.subject import vllm_compat
+        from harness.subject import device, vllm_compat
         from harness.subject.dtypes import TORCH
         from harness.subject.errors import is_refusal, verbatim
         from harness.subject.observe import planned_class
@@ -136,6 +148,7 @@ class VllmSubject:
                 for _ in module.load_weights(checkpoint.tensors.items()):
                     pass
                 vllm_compat.finish_loading(module, config)
+                device.settle(self.device)
         except (SubjectError, SubjectUnavailable):
             raise
         except Exception as error:
@@ -159,11 +172,11 @@ class VllmSubject:
         with watch(vllm_compat.experts_of(layer.module)) as seen:
             try:
                 with vllm_compat.forward_context(layer.config, hidden_states.shape[0]):
-                    output = layer.module(hidden_states, router_logits)
+                    output = layer.module(hidden_states, router_logits).detach().cpu().clone()
             except Exception as error:
                 raise RunFailed(verbatim(error)) from error
         return Ran(
-            output=output.detach().cpu().clone(),
+            output=output,
             experts_class=seen.experts[0] if seen.experts else "",
             gemm_dtypes=tuple(seen.gemm_dtypes),
         )

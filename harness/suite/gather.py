@@ -14,7 +14,7 @@ from harness.backends import has_entry
 from harness.environment import version
 from harness.relations import asked
 from harness.suite.subjects import VLLM
-from reports.records import Record, merge
+from reports.records import Record, merge, read_worker, worker_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,6 +48,14 @@ def ids(level: Level, backend: Backend) -> list[tuple[str, Entry]]:
     dense, exact = ([pair for pair in of(level) if has_entry(pair[1], backend)] for of in (pairs, lattice_pairs))
     related = [(f"{relation}:{case.id}", entry) for case, entry in exact for relation in asked(case, entry, backend)]
     return [*((case.id, entry) for case, entry in (*dense, *exact)), *related]
+
+
+def last_record(directory: Path, worker: str, node_id: str) -> Record | None:
+    """The last thing a worker wrote, if it is the record of the test named; None when it ended without one."""
+    story = read_worker(path) if (path := worker_file(directory, worker)).exists() else None
+    if story is None or story.died_at is not None or not story.records:
+        return None
+    return story.records[-1] if node_id.endswith(f"[{story.records[-1].pair}]") else None
 
 
 def gather(directory: Path) -> list[Record]:

@@ -6,6 +6,7 @@ pytest without ``-n``).
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import sys
@@ -65,7 +66,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def prepare_process(options: Options) -> None:
     """Set what torch, triton and vLLM read while they are imported."""
-    os.environ.update(worker_environment(options.backend, worker_id(), visible_gpus()))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    os.environ.update(worker_environment(options.backend, worker_id(), visible_gpus(), workers))
     if not SPECS[options.backend].needs_gpu and options.subject == "vllm":
         from harness.subject.interpreter.activate import prepare_environment
 
@@ -117,7 +119,7 @@ def worker(pytestconfig: pytest.Config) -> Iterator[Worker]:
     try:
         if SPECS[options.backend].needs_gpu:
             check(options.backend, options.subject)
-        opened = Worker(options, made(pytestconfig.stash[DIRECTORY]), worker_id())
+        opened = Worker(options, made(pytestconfig.stash[DIRECTORY]), worker_id(), functools.partial(lose_device, pytestconfig))
         opened.open()
     except (SubjectUnavailable, Misuse) as error:
         pytestconfig.stash[STOPPED] = Stopped(str(error), getattr(error, "exit", Exit.MISUSE))
@@ -126,6 +128,21 @@ def worker(pytestconfig: pytest.Config) -> Iterator[Worker]:
     assert opened is not None
     yield opened
     opened.close()
+
+
+def lose_device(config: pytest.Config, pair: str) -> None:
+    """The record is written. A worker of xdist ends here and is replaced; a process of its own ends the run after this pair."""
+    if hasattr(config, "workerinput"):
+        os._exit(Exit.NEWS)  # atexit handlers would call into the lost context
+    sentence = f"the CUDA context of this process was lost at {pair}, and the pairs after it were not run: with -n 1 the worker is replaced"
+    config.stash[STOPPED] = Stopped(sentence, Exit.NEWS)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(crashitem: str, report: Any) -> None:
+    """A worker that ended itself after the record of a pair has said all there is to say of it."""
+    if record := gather.last_record(report.node.config.stash[DIRECTORY], report.node.gateway.id, crashitem):
+        report.when, report.outcome, report.longrepr = ("call", "failed", record.news) if record.news else ("call", "passed", None)
 
 
 @pytest.hookimpl(wrapper=True)

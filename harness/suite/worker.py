@@ -8,17 +8,17 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from cases.case import Entry
-from harness import ledger
+from harness import device_loss, ledger
 from harness.environment import environment, version
 from harness.ledger import Judged, Ledger, Standing
 from harness.pairs import repeat
 from harness.relations import Relation
-from harness.subject import TakesViews
+from harness.subject import OnDevice, TakesViews
 from harness.suite import subjects
 from reports.records import Record, Recorder, Start, Status, broke
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from cases.batch import Batch
@@ -65,9 +65,9 @@ class Staged:
 class Worker:
     """Runs pairs and says what is new about each."""
 
-    def __init__(self, options: Options, directory: Path, name: str) -> None:
-        """``directory`` is this run's; ``name`` the worker's id."""
-        self._options, self._name = options, name
+    def __init__(self, options: Options, directory: Path, name: str, lost: Callable[[str], None]) -> None:
+        """``directory`` is this run's; ``name`` the worker's id; ``lost`` is told, after its record, at which pair the device was lost."""
+        self._options, self._name, self._lost = options, name, lost
         self._ledger = ledger.load(ledger.LEDGER) if options.subject == subjects.VLLM else Ledger(issues=())
         self._recorder = Recorder(directory, name)
 
@@ -78,6 +78,7 @@ class Worker:
         began = time.perf_counter()
         subject = subjects.open_subject(self._options.subject, self._options.backend)
         self._recorder.opened(subject.name, time.perf_counter() - began)
+        self._device = subject if isinstance(subject, OnDevice) else None
         self._subject = Staged(subject, self._recorder)
         self._drive = Drive(self._subject)
         self._environment = {**environment(), "subject": subject.name}
@@ -95,25 +96,44 @@ class Worker:
             relation="" if relation is None else relation.value,
         )
         self._recorder.started(start)
+        timings: dict[str, float] = {}
+        extras: dict[str, object] = {}
         try:
             result = self._result(pair, relation)
-        except Exception as error:  # ours: recorded, then shown with its traceback
-            self._recorder.finished(broke(start, self._recorder.last_stage, f"{type(error).__name__}: {error}"))
-            raise
-        judged = self._judge(result.verdict, pair, relation)
+            verdict, timings, extras = result.verdict, result.timings, result.extras
+            if device_loss.may_concern_device(verdict):
+                verdict = self._device_verdict(verdict.detail) or verdict
+        except Exception as error:  # the device's, where its answer came late; else ours: recorded, then shown with its traceback
+            text = f"{type(error).__name__}: {error}"
+            told = self._device_verdict(text)
+            if told is None:
+                self._recorder.finished(broke(start, self._recorder.last_stage, text))
+                raise
+            verdict = told
+        judged = self._judge(verdict, pair, relation)
         record = Record.of(
             start,
-            verdict=result.verdict,
+            verdict=verdict,
             status=Status(judged.standing) if judged.as_expected else Status.NEW,
-            news="" if judged.as_expected else news(start, pair, options, result.verdict, judged),
+            news="" if judged.as_expected else news(start, pair, options, verdict, judged),
             ledger=judged.issue.id if judged.issue else "",
             link=judged.issue.link if judged.issue else "",
-            ran=result.extras,
-            seconds=result.timings,
+            ran=extras,
+            seconds=timings,
             peak_rss_bytes=peak_rss_bytes(),
         )
         self._recorder.finished(record)
+        if verdict.signature.startswith(device_loss.LOST):
+            self._lost(record.pair)
         return record
+
+    def _device_verdict(self, detail: str) -> Verdict | None:
+        """What the device answers after something was raised; None when it was not the device."""
+        if self._device is None:
+            return None
+        if device_loss.out_of_memory(detail):
+            self._drive.forget()
+        return device_loss.verdict(detail, self._recorder.last_stage, self._device.recover())
 
     def _result(self, pair: Pair, relation: Relation | None) -> PairResult:
         if relation is None:

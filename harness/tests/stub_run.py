@@ -1,7 +1,9 @@
 """A pytest plugin (``-p harness.tests.stub_run``) that puts a stub where subject and pipeline stand: the run without the truth.
 
 Pairs pass in no time and without torch, except those whose position in the level the environment names:
-STUB_FAIL (MISMATCH), STUB_KILL (SIGKILL while "running"), STUB_RAISE (an exception of the pipeline);
+STUB_FAIL (MISMATCH), STUB_KILL (SIGKILL while "running"), STUB_RAISE (an exception of the pipeline), STUB_LOSE (an illegal memory
+access: whatever runs later in that process fails too), STUB_LATE (the same, seen only when the harness reads the output),
+STUB_MEMORY (out of memory);
 STUB_UNAVAILABLE=1, STUB_TELL=1, STUB_LEDGER=<file>.
 """
 
@@ -12,7 +14,7 @@ import signal
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,6 +46,9 @@ class StubSubject:
         if os.environ.get("STUB_NOW_KILL"):
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def recover(self) -> str | None:
+        return os.environ.get("STUB_LOST")
+
 
 def open_stub(spec: str, backend: Backend) -> StubSubject:
     if os.environ.get("STUB_UNAVAILABLE"):
@@ -57,6 +62,17 @@ def run_pair(case: MoECase, entry: Entry, backend: Backend, subject: Any) -> Stu
     if position == os.environ.get("STUB_KILL"):
         os.environ["STUB_NOW_KILL"] = "1"
     subject.run(None, None)
+    illegal = "AcceleratorError: CUDA error: an illegal memory access was encountered"
+    if position in (os.environ.get("STUB_LOSE"), os.environ.get("STUB_LATE")):
+        os.environ["STUB_LOST"] = illegal
+        if position == os.environ.get("STUB_LATE"):
+            raise RuntimeError(illegal)
+    if os.environ.get("STUB_LOST"):
+        return StubResult(Verdict(outcome=Outcome.RUN_ERROR, claim="the loaded layer runs", detail=illegal, signature=illegal))
+    if position == os.environ.get("STUB_MEMORY"):
+        return StubResult(
+            Verdict(outcome=Outcome.LOAD_ERROR, claim="it loads", detail="OutOfMemoryError: CUDA out of memory.", signature="OutOf")
+        )
     if position == os.environ.get("STUB_RAISE"):
         raise RuntimeError("the stub's pipeline broke")
     if position == os.environ.get("STUB_FAIL"):
@@ -76,7 +92,7 @@ def pytest_configure() -> None:
     pipeline.run_pair = run_pair  # type: ignore[attr-defined]
     sys.modules["harness.pipeline"] = pipeline
     exact = ModuleType("harness.exact")  # relations are made of torch: the stub's run has pairs only
-    exact.Drive = lambda subject: None  # type: ignore[attr-defined]
+    exact.Drive = lambda subject: SimpleNamespace(forget=lambda: None)  # type: ignore[attr-defined]
     sys.modules["harness.exact"] = exact
     Options.related = lambda self: ()  # type: ignore[method-assign]
     subjects.open_subject = open_stub
