@@ -56,9 +56,10 @@ def _quotient(case: MoECase) -> Quotient:
 
 def _act_quant(case: MoECase, entry: Entry, backend: Backend) -> ActQuant | None:
     how = _act_scheme(case, entry)
-    if how is None or SPECS[backend].needs_gpu:  # Quotient.ANY: a GPU's fp32 division may be approximate
+    tritons_own = case.weight is Format.INT8 and case.act_scale is ActScale.DYNAMIC_TOKEN
+    if how is None or (SPECS[backend].needs_gpu and tritons_own):  # Quotient.ANY: Triton's division on a GPU is approximate
         return how
-    return replace(how, quotient=_quotient(case))
+    return replace(how, quotient=_quotient(case))  # the compiled operators' bits are those of the stand-ins (subject/fidelity.py)
 
 
 def _act_scheme(case: MoECase, entry: Entry) -> ActQuant | None:
@@ -131,7 +132,7 @@ def _triton(case: MoECase, entry: Entry, backend: Backend) -> Recipe:
     through_bf16 = not legacy and act is not None and case.dtype is not Format.BF16
     ue8m0 = SPECS[backend].needs_gpu and case.weight_scale is Layout.BLOCK128 and case.weight is Format.E4M3FN and ue8m0_scales()
     if ue8m0 and act is not None:
-        act = replace(act, power_of_two=True, quotient=Quotient.ANY)
+        act = replace(act, power_of_two=True)
     fused = not legacy and case.weight is Format.E4M3FN and case.weight_scale is Layout.BLOCK128 and case.activation is Activation.SILU
     fused = fused and not ue8m0
     on_input = RouterWeight.GEMM1 if legacy else RouterWeight.INPUT
