@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from cases.batch import Batch
     from cases.case import MoECase
     from cases.checkpoint import Checkpoint
+    from harness.subject.loading import Depth, Loading
     from harness.subject.views import View
 
 PREFIX = "model.layers.0.mlp.experts"
@@ -118,6 +119,19 @@ class VllmSubject:
 
                 return vllm_direct.run(loaded, batch)
             return self._run_layer(loaded.handle, batch)
+
+    def watch_loading(self, case: MoECase, checkpoint: Checkpoint, *, depth: Depth | None = None, sentinel: int | None = None) -> Loading:
+        """Load once through the layer entry, watched; see harness/subject/loading.py.
+
+        Raises:
+            LoadFailed: vLLM raised.
+        """
+        from harness.subject import vllm_loading
+        from harness.subject.hygiene import pristine
+
+        where = {"backend": self.backend, "device": self.device, "depth": depth or vllm_loading.Depth.LAYER}
+        with pristine():
+            return vllm_loading.watch(case, checkpoint, _quantization, sentinel=sentinel, **where)
 
     def _load_layer(self, case: MoECase, checkpoint: Checkpoint) -> Loaded:
         import torch

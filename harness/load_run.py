@@ -1,0 +1,99 @@
+"""Asking a subject one question about loading, and the verdict. As harness/pipeline.py runs a pair; what we get wrong propagates."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from cases.case import Entry
+from cases.checkpoint import Checkpoint, make_checkpoint
+from harness import judge, load_expected, load_oracles, load_views
+from harness.backends import declared_refusal
+from harness.load_oracles import CLAIMS, Finding, Oracle
+from harness.loading import Question
+from harness.pipeline import PairResult
+from harness.subject import LoadFailed
+from harness.verdict import Outcome, Verdict
+
+if TYPE_CHECKING:
+    from cases.case import MoECase
+    from harness.backends import Backend
+    from harness.pairs import Pair
+    from harness.subject.loading import WatchedLoading
+
+SENTINELS = (0x7F, 0xFF)
+UNKNOWN = "0.up_proj.moediff_unknown"
+_SHOWN = 6
+
+
+def ask(question: Question, pair: Pair, backend: Backend, subject: WatchedLoading) -> PairResult:
+    """The verdict of one question."""
+    began = time.perf_counter()
+    checkpoint = make_checkpoint(pair.case)
+    extras: dict[str, object] = {}
+    try:
+        found = list(_ASKED[question](pair.case, checkpoint, backend, subject, extras))
+    except LoadFailed as error:
+        verdict = _refused(pair.case, backend, error)
+    else:
+        verdict = _verdict(question, found)
+    return PairResult(verdict=verdict, timings={"loading": time.perf_counter() - began}, extras=extras)
+
+
+def _refused(case: MoECase, backend: Backend, error: LoadFailed) -> Verdict:
+    refusal = declared_refusal(case, Entry.LAYER, backend)
+    if refusal is not None and refusal.matches(error.detail):
+        return Verdict(outcome=Outcome.UNSUPPORTED, claim=f"refused by design: {refusal.reason}", detail=error.detail)
+    return judge.raised(Outcome.LOAD_ERROR, error.detail)
+
+
+def _verdict(question: Question, found: list[Finding]) -> Verdict:
+    if not found:
+        return Verdict(outcome=Outcome.PASS, claim=_HELD[question], margin=0.0)
+    broken = list(dict.fromkeys(finding.oracle for finding in found))
+    texts = [finding.text for finding in found]
+    more = [f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
+    return Verdict(
+        outcome=Outcome.NOT_IDENTICAL,
+        claim="; ".join(f"{CLAIMS[oracle]}: it does not hold" for oracle in broken),
+        spread={"findings": len(found)},
+        detail="\n".join([*texts[:_SHOWN], *more]),
+        signature="+".join(sorted({finding.signature for finding in found})),
+    )
+
+
+def _loaded(
+    case: MoECase, checkpoint: Checkpoint, backend: Backend, subject: WatchedLoading, extras: dict[str, object]
+) -> Iterable[Finding]:
+    first, second = (subject.watch_loading(case, checkpoint, sentinel=sentinel) for sentinel in SENTINELS)
+    extras |= {"quant_method": first.quant_method, "converters": [handed.converter for handed in first.handed]}
+    yield from load_oracles.consumed(checkpoint.tensors, first)
+    yield from load_oracles.decoded(case, checkpoint.tensors, first)
+    yield from load_oracles.sentinels(first, second)
+    if load_views.speaks_of(case):
+        yield from load_views.converted(case, load_expected.quantized(case, checkpoint, backend), first, backend)
+    yield from _unknown(case, checkpoint, subject)
+
+
+def _unknown(case: MoECase, checkpoint: Checkpoint, subject: WatchedLoading) -> Iterable[Finding]:
+    """A tensor that no format has, before all others."""
+    some = next(iter(checkpoint.tensors.values()))
+    more = replace(checkpoint, tensors={UNKNOWN: some[:1, :1].clone(), **checkpoint.tensors})
+    kind = UNKNOWN.rpartition(".")[2]
+    try:
+        seen = subject.watch_loading(case, more, sentinel=SENTINELS[0])
+    except LoadFailed as error:
+        if kind not in error.detail:
+            text = f"the error over {UNKNOWN} does not name it: {error.detail}"
+            yield Finding(oracle=Oracle.UNKNOWN_ACCEPTED, what="unnamed", text=text)
+        return
+    into = ", ".join(seen.consumed.get(UNKNOWN, ())) or "no parameter"
+    yield Finding(oracle=Oracle.UNKNOWN_ACCEPTED, what="silent", text=f"{UNKNOWN} was taken without a word, into {into}")
+
+
+_ASKED = {Question.LOADED: _loaded}
+_HELD = {
+    Question.LOADED: "the layer holds the checkpoint: consumed, decoded, no memory left unwritten, converters handed what was quantized"
+}

@@ -1,0 +1,170 @@
+"""A loader without vLLM, honest unless a named fault is put into it: parameters as vLLM names them, filled as a layer's loader does."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import torch
+
+from cases.case import Entry, Origin
+from harness.recipes import recipe
+from harness.subject import LoadFailed, fake_kernel
+from harness.subject.allocations import fill
+from harness.subject.loading import Allocated, Depth, Handed, Loading
+from references.formats import encode, torch_dtype
+from references.vocabulary import Layout
+
+if TYPE_CHECKING:
+    from cases.case import MoECase
+    from cases.checkpoint import Checkpoint
+    from harness.backends import Backend
+
+
+class LoadFault(Enum):
+    """Closed. What has gone wrong, or could, between a checkpoint and a layer; each must be seen by an oracle."""
+
+    HALVES_SWAPPED = "up rows are stored first, gate rows after"
+    EXPERTS_SWAPPED = "two experts trade places"
+    SCALE_DROPPED = "one expert's scales are never written"
+    SCALE_OF_NEIGHBOUR = "one expert has the scales of the one before"
+    UP_SCALE_IS_GATES = "gate's scale is written for both halves"
+    BIAS_DROPPED = "biases have no parameter and are passed over"
+    ROWS_DOUBLED = "a layer without a gate holds rows for one"
+    COLUMN_UNWRITTEN = "the last column of w2 is never written"
+    UNKNOWN_TAKEN = "tensors of unknown names are passed over"
+    UNKNOWN_UNNAMED = "an unknown tensor raises an error that does not name it"
+    HANDED_BEFORE_INSTALLED = "the converter reads the layer's state before generated scales are on it"
+    HANDED_UNQUANTIZED = "the converter is handed the weights as they were before quantization"
+    STALE_SCALE = "merged weights are left with gate's scale"
+    CODES_TRUNCATED = "codes are rounded toward zero"
+    SHARDS_OUT_OF_ORDER = "a directory's shards are read so that one expert is loaded over another"
+    FULL_SIZE_TEMPORARIES = "two temporaries of all weights' size are allocated and thrown away"
+
+
+_NAME = re.compile(r"(\d+)\.(gate_proj|up_proj|down_proj)\.(.+)")
+_KINDS = ("weight", "weight_scale", "weight_scale_inv", "input_scale", "bias")
+
+
+class FakeLoading:
+    """Loads any case whose scales are per tensor, channel or 128 x 128 block; with ``fault``, wrongly."""
+
+    def __init__(self, backend: Backend, fault: LoadFault | None = None) -> None:
+        """``backend`` decides the recipe."""
+        self._backend, self._fault = backend, fault
+
+    def watch_loading(self, case: MoECase, checkpoint: Checkpoint, *, depth: Depth = Depth.LAYER, sentinel: int | None = None) -> Loading:
+        """As harness/subject/loading.py says. Raises LoadFailed for a tensor of an unknown name."""
+        fault = self._fault
+        byte = 0x5A if sentinel is None else sentinel
+        before = self._parameters(case, checkpoint, byte)
+        consumed: dict[str, tuple[str, ...]] = {}
+        for name, tensor in checkpoint.tensors.items():
+            consumed[name] = self._load(case, name, tensor, before, depth)
+        after, handed = self._process(case, checkpoint, before)
+        weights = sum(after[name].nbytes for name in ("w13_weight", "w2_weight"))
+        peak = 3 * weights if fault is LoadFault.FULL_SIZE_TEMPORARIES else weights
+        kept = 0 if case.origin is Origin.UNQUANTIZED else weights
+        return Loading(
+            quant_method="fake",
+            before=before,
+            after=after,
+            consumed=consumed,
+            handed=handed,
+            allocated=Allocated(peak=peak, kept=kept, largest=weights) if sentinel is None else None,
+        )
+
+    def _parameters(self, case: MoECase, checkpoint: Checkpoint, byte: int) -> dict[str, torch.Tensor]:
+        parts = 2 if case.activation.gated or self._fault is LoadFault.ROWS_DOUBLED else 1
+        made = {}
+        for prefix, projection, count in (("w13", "up_proj", parts), ("w2", "down_proj", 1)):
+            for kind in _KINDS:
+                tensor = checkpoint.tensors.get(f"0.{projection}.{kind}")
+                if tensor is None or (kind == "bias" and self._fault is LoadFault.BIAS_DROPPED):
+                    continue
+                if kind == "input_scale":
+                    shape: tuple[int, ...] = (case.experts,)
+                elif tensor.numel() == 1 and case.weight_scale is not Layout.BLOCK128:
+                    shape = (case.experts, count) if prefix == "w13" else (case.experts,)
+                else:
+                    shape = (case.experts, count * tensor.shape[0], *tensor.shape[1:])
+                made[f"{prefix}_{kind}"] = torch.zeros(shape, dtype=tensor.dtype)
+        for parameter in made.values():
+            fill(parameter, byte)
+        return made
+
+    def _load(self, case: MoECase, name: str, tensor: torch.Tensor, into: dict[str, torch.Tensor], depth: Depth) -> tuple[str, ...]:
+        fault = self._fault
+        match = _NAME.fullmatch(name)
+        parameter = f"{'w2' if match and match[2] == 'down_proj' else 'w13'}_{match[3] if match else ''}"
+        if parameter not in into:
+            if fault is LoadFault.UNKNOWN_TAKEN or (fault is LoadFault.BIAS_DROPPED and name.endswith("bias")):
+                return ()
+            raise LoadFailed("KeyError: no such parameter" if fault is LoadFault.UNKNOWN_UNNAMED else f"KeyError: no parameter for {name}")
+        assert match is not None
+        expert, last = int(match[1]), case.experts - 1
+        scale = "scale" in parameter and "input" not in parameter
+        if fault is LoadFault.SCALE_DROPPED and scale and expert == last:
+            return (parameter,)
+        if fault is LoadFault.EXPERTS_SWAPPED and expert < 2:
+            expert = 1 - expert
+        if fault is LoadFault.SCALE_OF_NEIGHBOUR and scale and expert == 0:
+            _put(case, into[parameter], 1, match[2], tensor)
+        if fault is LoadFault.SCALE_OF_NEIGHBOUR and scale and expert == 1:
+            return (parameter,)
+        if fault is LoadFault.SHARDS_OUT_OF_ORDER and depth is not Depth.LAYER and expert == last:
+            expert = 0
+        projection = match[2]
+        if fault is LoadFault.HALVES_SWAPPED and projection != "down_proj":
+            projection = {"gate_proj": "up_proj", "up_proj": "gate_proj"}[projection] if case.activation.gated else projection
+        if fault is LoadFault.UP_SCALE_IS_GATES and scale and projection != "down_proj":
+            if projection == "gate_proj":
+                _put(case, into[parameter], expert, "up_proj", tensor)
+            elif case.activation.gated:
+                return (parameter,)
+        if fault is LoadFault.COLUMN_UNWRITTEN and parameter == "w2_weight":
+            into[parameter][expert][:, :-1] = tensor[:, :-1]
+            return (parameter,)
+        _put(case, into[parameter], expert, projection, tensor)
+        return (parameter,)
+
+    def _process(
+        self, case: MoECase, checkpoint: Checkpoint, before: dict[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], tuple[Handed, ...]]:
+        """Merge or quantize by the fake's own kernel, then hand everything to a converter that changes nothing."""
+        from harness.expected import experts
+
+        fault, how = self._fault, recipe(case, Entry.LAYER, self._backend)
+        after = {name: tensor.clone() for name, tensor in before.items()}
+        quantizes = case.origin is Origin.ONLINE or (case.weight_scale is Layout.TENSOR and case.activation.gated)
+        if quantizes and case.weight_scale is not Layout.NONE and fault is not LoadFault.HANDED_UNQUANTIZED:
+            for prefix in ("w13", "w2"):
+                loaded = [getattr(expert, prefix) for expert in fake_kernel.load(experts(case, checkpoint), how)]
+                codes = [matrix.codes * (0.999 if fault is LoadFault.CODES_TRUNCATED else 1.0) for matrix in loaded]
+                codes = [each.trunc() if fault is LoadFault.CODES_TRUNCATED else each for each in codes]
+                after[f"{prefix}_weight"] = torch.stack([encode(each.double(), case.weight) for each in codes])
+                scales = torch.stack([matrix.scale.float() for matrix in loaded])
+                if case.weight_scale is Layout.TENSOR:
+                    scales = scales[:, 0, 0]
+                    if fault is LoadFault.STALE_SCALE and f"{prefix}_weight_scale" in before:
+                        scales = before[f"{prefix}_weight_scale"].reshape(case.experts, -1)[:, 0]
+                elif case.weight_scale is Layout.BLOCK128:
+                    halves = scales.chunk(2 if prefix == "w13" and case.activation.gated else 1, dim=1)
+                    scales = torch.cat([half[:, ::128] for half in halves], dim=1)
+                after[f"{prefix}_weight_scale"] = scales
+            assert after["w13_weight"].dtype is torch_dtype(case.weight)
+        state = dict(after)
+        if fault is LoadFault.HANDED_BEFORE_INSTALLED:
+            state = {name: tensor for name, tensor in state.items() if "weight_scale" not in name}
+        return after, (Handed(converter="fake_converter", arguments={}, state=state),)
+
+
+def _put(case: MoECase, parameter: torch.Tensor, expert: int, projection: str, tensor: torch.Tensor) -> None:
+    cell = parameter[expert]
+    if cell.dim() == 0:
+        cell.copy_(tensor.reshape(()))
+        return
+    size = tensor.shape[0] if tensor.dim() else 1
+    start = size if projection == "up_proj" and case.activation.gated else 0
+    cell[start : start + size] = tensor.reshape(size, *cell.shape[1:])

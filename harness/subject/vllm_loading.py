@@ -1,0 +1,103 @@
+"""Building vLLM's layer and loading it, watched."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from harness.subject import LoadFailed, SubjectError, SubjectUnavailable, vllm_compat
+from harness.subject.dtypes import TORCH
+from harness.subject.errors import is_refusal, verbatim
+from harness.subject.loading import Depth
+from harness.subject.watch_loading import fill_parameters, poisoned, watch_conversion
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    import torch
+
+    from cases.case import MoECase
+    from cases.checkpoint import Checkpoint
+    from harness.subject.loading import Loading
+
+PREFIX = "model.layers.0.mlp.experts"
+
+
+class _Stage:
+    """Where a loading is: what vLLM raises while it chooses how to run the layer may be a refusal."""
+
+    choosing = True
+
+
+@contextlib.contextmanager
+def loading() -> Iterator[_Stage]:
+    """What vLLM raises becomes LoadFailed, verbatim."""
+    stage = _Stage()
+    try:
+        yield stage
+    except (SubjectError, SubjectUnavailable):
+        raise
+    except Exception as error:
+        refused = stage.choosing and is_refusal(error, vllm_compat.probe_surface().package)
+        raise LoadFailed(verbatim(error), refused=refused) from error
+
+
+def watch(
+    case: MoECase,
+    checkpoint: Checkpoint,
+    quantization: Callable[[MoECase, Checkpoint], Any],
+    *,
+    backend: str,
+    device: str,
+    depth: Depth,
+    sentinel: int | None,
+) -> Loading:
+    """One loading, watched; see harness/subject/loading.py. ``quantization`` makes vLLM's quantization config.
+
+    Raises:
+        LoadFailed: vLLM raised.
+    """
+    import torch
+
+    if depth is not Depth.LAYER:
+        from harness.subject import checkpoint_depth
+
+        with poisoned(sentinel), loading() as stage:
+            return checkpoint_depth.watch(case, checkpoint, backend=backend, device=device, depth=depth, sentinel=sentinel, stage=stage)
+    sizes = {"experts": case.experts, "top_k": case.top_k, "hidden": case.hidden, "intermediate": case.intermediate}
+    config = vllm_compat.vllm_config(backend, TORCH[case.dtype], **sizes)
+    with poisoned(sentinel), loading() as stage, vllm_compat.current_config(config), torch.device(device):
+        vllm_compat.prepare_process(device)
+        layer = vllm_compat.make_layer(
+            **sizes,
+            dtype=TORCH[case.dtype],
+            activation=case.activation.value,
+            renormalize=case.renormalize,
+            bias=case.bias,
+            router_weight_on_input=case.router_weight_on_input,
+            quantization=quantization(case, checkpoint),
+            prefix=PREFIX,
+        )
+        stage.choosing = False
+        experts = vllm_compat.experts_of(layer)
+        fill_parameters(experts, sentinel)
+        with watch_conversion(experts, count=sentinel is None) as seen:
+            consumed = _consume(layer, checkpoint.tensors)
+            vllm_compat.finish_loading(layer, config)
+        return seen.loading(experts, consumed)
+
+
+def _consume(layer: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, ...]]:
+    """Load, and say which parameters each tensor went into: those named between its being taken and the next one's."""
+    consumed: dict[str, list[str]] = {name: [] for name in tensors}
+    current = ""
+
+    def handed() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal current
+        for name, tensor in tensors.items():
+            current = name
+            yield name, tensor
+
+    for parameter in layer.load_weights(handed()):
+        consumed[current].append(parameter)
+    return {name: tuple(parameters) for name, parameters in consumed.items()}

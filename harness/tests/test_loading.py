@@ -1,0 +1,85 @@
+"""The loading oracles: silent over an honest loader on every case of smoke, and each seen to speak of a planted fault."""
+
+from __future__ import annotations
+
+import pytest
+
+from cases.case import Entry, Level, MoECase
+from cases.checkpoint import make_checkpoint
+from harness.backends import Backend
+from harness.load_oracles import CLAIMS, Oracle
+from harness.load_run import ask
+from harness.loading import Asked, Question, questions
+from harness.pairs import select
+from harness.subject.fake_loading import FakeLoading, LoadFault
+from harness.subject.loading import WatchedLoading
+from harness.verdict import Outcome, Verdict
+
+LANE = Backend.INTERPRETER
+SMOKE = questions(Level.SMOKE, LANE)
+SMALL, BLOCKS = "e4k2m8h128i64-balanced", "e4k2m8h256i128-balanced"
+CHANNEL, TENSOR = f"e4m3fn-channel-dyntoken-ct-silu-bf16-{SMALL}", f"e4m3fn-tensor-static-quark-silu-bf16-{SMALL}"
+ONLINE, BLOCK = f"e4m3fn-channel-dyntoken-online-silu-bf16-{SMALL}", f"e4m3fn-block128-dyngroup128-vllmfp8-silu-bf16-{BLOCKS}"
+SINGLE = f"int8-channel-dyntoken-ct-relu2_no_mul-bf16-{SMALL}"
+
+
+def answer(text: str, fault: LoadFault | None, question: Question = Question.LOADED) -> Verdict:
+    layer = select(Level.SMOKE, [text], Entry.LAYER)[0]
+    return ask(question, layer, LANE, FakeLoading(LANE, fault)).verdict
+
+
+def test_the_fake_can_be_watched() -> None:
+    assert isinstance(FakeLoading(LANE), WatchedLoading)
+
+
+@pytest.mark.parametrize("asked", SMOKE, ids=lambda asked: str(asked.id))
+def test_an_honest_loader_is_not_accused(asked: Asked) -> None:
+    verdict = ask(asked.question, asked.pair, LANE, FakeLoading(LANE)).verdict
+    assert verdict.outcome is Outcome.PASS, verdict.detail
+
+
+CAUGHT = [  # fault, case, what the signature must hold
+    (LoadFault.HALVES_SWAPPED, CHANNEL, "NOT_DECODED:weight+"),
+    (LoadFault.HALVES_SWAPPED, TENSOR, "NOT_DECODED:weight_scale"),
+    (LoadFault.EXPERTS_SWAPPED, CHANNEL, "NOT_DECODED:weight"),
+    (LoadFault.SCALE_DROPPED, CHANNEL, "NOT_DECODED:weight_scale"),
+    (LoadFault.SCALE_DROPPED, CHANNEL, "SENTINEL_LEFT:w13_weight_scale"),
+    (LoadFault.SCALE_OF_NEIGHBOUR, BLOCK, "NOT_DECODED:weight_scale_inv"),
+    (LoadFault.UP_SCALE_IS_GATES, TENSOR, "NOT_DECODED:weight_scale"),
+    (LoadFault.UP_SCALE_IS_GATES, BLOCK, "NOT_DECODED:weight_scale_inv"),
+    (LoadFault.BIAS_DROPPED, f"{CHANNEL}-bias", "UNCONSUMED:bias"),
+    (LoadFault.BIAS_DROPPED, f"{CHANNEL}-bias", "NO_PLACE:bias"),
+    (LoadFault.ROWS_DOUBLED, SINGLE, "SIZE:weight+SIZE:weight_scale"),
+    (LoadFault.COLUMN_UNWRITTEN, SINGLE, "SENTINEL_LEFT:w2_weight"),
+    (LoadFault.COLUMN_UNWRITTEN, CHANNEL, "NOT_DECODED:weight"),
+    (LoadFault.UNKNOWN_TAKEN, CHANNEL, "UNKNOWN_ACCEPTED:silent"),
+    (LoadFault.UNKNOWN_UNNAMED, CHANNEL, "UNKNOWN_ACCEPTED:unnamed"),
+    (LoadFault.HANDED_BEFORE_INSTALLED, ONLINE, "HANDED:fake_converter:weight_scale"),
+    (LoadFault.HANDED_UNQUANTIZED, ONLINE, "HANDED:fake_converter:weight"),
+    (LoadFault.STALE_SCALE, TENSOR, "HANDED:fake_converter:weight_scale"),
+    (LoadFault.STALE_SCALE, TENSOR, "LEFT:layer:weight_scale"),
+    (LoadFault.CODES_TRUNCATED, f"int8-channel-none-online-silu-bf16-{SMALL}", "LEFT:layer:weight"),
+]
+
+
+@pytest.mark.parametrize(("fault", "text", "signature"), CAUGHT, ids=lambda value: getattr(value, "name", value))
+def test_a_planted_fault_is_seen(fault: LoadFault, text: str, signature: str) -> None:
+    verdict = answer(text, fault)
+    assert verdict.outcome is Outcome.NOT_IDENTICAL
+    assert signature in verdict.signature
+    assert verdict.detail
+
+
+def test_a_swap_is_named() -> None:
+    assert "these are 0.up_proj.weight's values" in answer(CHANNEL, LoadFault.HALVES_SWAPPED).detail
+
+
+def test_every_oracle_has_a_claim() -> None:
+    assert set(CLAIMS) == set(Oracle)
+
+
+def test_ids_say_the_question() -> None:
+    assert SMOKE[0].id.startswith("loaded:")
+    assert len({asked.id for asked in SMOKE}) == len(SMOKE)
+    assert MoECase.from_id(SMOKE[0].pair.case.id) == SMOKE[0].pair.case
+    assert make_checkpoint(SMOKE[0].pair.case).tensors
