@@ -51,7 +51,7 @@ def _refused(case: MoECase, backend: Backend, error: LoadFailed) -> Verdict:
 
 def _verdict(question: Question, found: list[Finding]) -> Verdict:
     if not found:
-        return Verdict(outcome=Outcome.PASS, claim=_HELD[question], margin=0.0)
+        return Verdict(outcome=Outcome.PASS, claim=_HELD[question])
     broken = list(dict.fromkeys(finding.oracle for finding in found))
     texts = [finding.text for finding in found]
     more = [f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from cases.case import Entry, Level
 from cases.generate import pairs
 from harness.backends import Backend, has_entry
 from harness.pairs import Pair
+from harness.suite.subjects import VLLM
+
+if TYPE_CHECKING:
+    from harness.suite.options import Options
 
 
 class Question(StrEnum):
@@ -39,3 +43,10 @@ def questions(level: Level, backend: Backend) -> tuple[Asked, ...]:
 def about(chosen: list[Pair]) -> tuple[Asked, ...]:
     """The questions asked of these pairs: those that enter by the layer."""
     return tuple(Asked(question, pair) for pair in chosen if pair.entry is Entry.LAYER for question in Question)
+
+
+def chosen(options: Options) -> tuple[Asked, ...]:
+    """What a run asks: of its level, or of the cases named. A fake subject loads nothing. Raises Misuse."""
+    if options.subject != VLLM or options.entry not in (None, Entry.LAYER):
+        return ()
+    return about(list(options.pairs())) if options.cases else questions(options.level, options.backend)

@@ -12,6 +12,7 @@ from cases.lattice_pairs import lattice_pairs
 from harness import ledger
 from harness.backends import has_entry
 from harness.environment import version
+from harness.loading import questions
 from harness.relations import asked
 from harness.suite.subjects import VLLM
 from reports.records import Record, merge, read_worker, worker_file
@@ -44,10 +45,11 @@ def stale(options: Options) -> list[str]:
 
 
 def ids(level: Level, backend: Backend) -> list[tuple[str, Entry]]:
-    """What entries may speak of: pairs, lattice pairs, and ``relation:case`` of these."""
+    """What entries may speak of: pairs, lattice pairs, ``relation:case`` of these, and ``question:case`` of pairs that are loaded."""
     dense, exact = ([pair for pair in of(level) if has_entry(pair[1], backend)] for of in (pairs, lattice_pairs))
     related = [(f"{relation}:{case.id}", entry) for case, entry in exact for relation in asked(case, entry, backend)]
-    return [*((case.id, entry) for case, entry in (*dense, *exact)), *related]
+    loads = [(f"{each.question}:{each.pair.case.id}", each.pair.entry) for each in questions(level, backend)]
+    return [*((case.id, entry) for case, entry in (*dense, *exact)), *related, *loads]
 
 
 def last_record(directory: Path, worker: str, node_id: str) -> Record | None:

@@ -11,9 +11,11 @@ from cases.case import Entry
 from harness import device_loss, ledger
 from harness.environment import environment, version
 from harness.ledger import Judged, Ledger, Standing
+from harness.loading import Question
 from harness.pairs import repeat
 from harness.relations import Relation
 from harness.subject import OnDevice, TakesViews
+from harness.subject.loading import WatchedLoading
 from harness.suite import subjects
 from reports.records import Record, Recorder, Start, Status, broke
 
@@ -79,12 +81,12 @@ class Worker:
         subject = subjects.open_subject(self._options.subject, self._options.backend)
         self._recorder.opened(subject.name, time.perf_counter() - began)
         self._device = subject if isinstance(subject, OnDevice) else None
-        self._subject = Staged(subject, self._recorder)
+        self._subject, self._loader = Staged(subject, self._recorder), subject
         self._drive = Drive(self._subject)
         self._environment = {**environment(), "subject": subject.name}
 
-    def run(self, pair: Pair, relation: Relation | None = None) -> Record:
-        """The record of the pair, or of one exact relation asked of it, written before it is returned."""
+    def run(self, pair: Pair, relation: Relation | Question | None = None) -> Record:
+        """The record of the pair, or of one exact relation or question about loading asked of it, written before it is returned."""
         options = self._options
         start = Start(
             case=pair.case.id,
@@ -135,7 +137,13 @@ class Worker:
             self._drive.forget()
         return device_loss.verdict(detail, self._recorder.last_stage, self._device.recover())
 
-    def _result(self, pair: Pair, relation: Relation | None) -> PairResult:
+    def _result(self, pair: Pair, relation: Relation | Question | None) -> PairResult:
+        if isinstance(relation, Question):
+            from harness.load_run import ask
+
+            assert isinstance(self._loader, WatchedLoading)
+            self._recorder.stage("load")
+            return ask(relation, pair, self._options.backend, self._loader)
         if relation is None:
             from harness.pipeline import run_pair
 
@@ -144,16 +152,17 @@ class Worker:
 
         return run_relation(relation, pair, self._options.backend, self._drive)
 
-    def _judge(self, verdict: Verdict, pair: Pair, relation: Relation | None) -> Judged:
-        """An entry about ``relation:case`` is strict; one about the case is strict for the pair itself and its REFERENCE relation.
+    def _judge(self, verdict: Verdict, pair: Pair, relation: Relation | Question | None) -> Judged:
+        """An entry about ``relation:case`` or ``question:case`` is strict; one about the case is strict for the pair itself and its
+        REFERENCE relation.
 
-        What an entry says of a case may break its other relations too, and need not.
+        What an entry says of a case may break its other relations too, and need not; of loading it says nothing.
         """
         case, entry, backend, here = pair.case.id, pair.entry, self._options.backend, version("vllm") or ""
         if relation is None or relation is Relation.REFERENCE:
             return self._ledger.judge(verdict, case, entry, backend, here)
         judged = self._ledger.judge(verdict, f"{relation}:{case}", entry, backend, here)
-        if judged.issue is not None:
+        if judged.issue is not None or isinstance(relation, Question):
             return judged
         broad = self._ledger.judge(verdict, case, entry, backend, here)
         return Judged(standing=Standing.CLEAN) if broad.standing is Standing.STOPPED_FAILING else broad

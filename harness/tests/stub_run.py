@@ -21,7 +21,7 @@ import pytest
 
 from cases.case import Entry, Level, MoECase
 from cases.generate import pairs
-from harness import ledger
+from harness import ledger, loading
 from harness.backends import Backend
 from harness.subject import SubjectUnavailable
 from harness.suite import subjects
@@ -95,6 +95,7 @@ def pytest_configure() -> None:
     exact.Drive = lambda subject: SimpleNamespace(forget=lambda: None)  # type: ignore[attr-defined]
     sys.modules["harness.exact"] = exact
     Options.related = lambda self: ()  # type: ignore[method-assign]
+    loading.chosen = lambda options: ()
     subjects.open_subject = open_stub
     if file := os.environ.get("STUB_LEDGER"):
         ledger.LEDGER = Path(file)
