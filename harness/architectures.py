@@ -13,13 +13,21 @@ VARIABLE = "MOEDIFF_ARCHITECTURE"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """One GPU as vLLM and its kernel packages ask about it. Sizes: CUDA programming guide, "Compute Capabilities"."""
+    """One GPU as vLLM and its kernel packages ask about it.
+
+    Sizes per multiprocessor and block: CUDA programming guide, "Compute Capabilities". The rest: NVIDIA's data sheets; they steer launch
+    heuristics only.
+    """
 
     name: str
     device: str  # a GPU of that architecture
     capability: tuple[int, int]
     multiprocessors: int
-    shared_memory: int  # bytes a block may opt in to
+    threads: int  # per multiprocessor
+    shared_memory: int  # KiB a block may opt in to
+    l2: int  # MiB
+    bandwidth: float  # GB/s
+    fp16_tops: float  # dense tensor cores
     deep_gemm: bool  # whether DeepGEMM runs there: platforms/cuda.py, support_deep_gemm
 
     @property
@@ -29,19 +37,29 @@ class Architecture:
         return 10 * major + minor
 
 
-def _kib(size: int) -> int:
-    return size * 1024
-
+_KNOWN = (
+    # name, device, capability, multiprocessors, threads, shared KiB, L2 MiB, GB/s, TFLOP/s, DeepGEMM
+    ("sm80", "A100", (8, 0), 108, 2048, 163, 40, 2039.0, 312.0, False),
+    ("sm89", "L40S", (8, 9), 142, 1536, 99, 96, 864.0, 362.0, False),
+    ("sm90", "H100", (9, 0), 132, 2048, 227, 50, 3350.0, 989.0, True),
+    ("sm100", "B200", (10, 0), 148, 2048, 227, 126, 8000.0, 2250.0, True),
+    ("sm120", "RTX PRO 6000", (12, 0), 188, 1536, 99, 128, 1792.0, 504.0, True),
+)
 
 ARCHITECTURES = {
-    each.name: each
-    for each in (
-        Architecture(name="sm80", device="A100", capability=(8, 0), multiprocessors=108, shared_memory=_kib(163), deep_gemm=False),
-        Architecture(name="sm89", device="L40S", capability=(8, 9), multiprocessors=142, shared_memory=_kib(99), deep_gemm=False),
-        Architecture(name="sm90", device="H100", capability=(9, 0), multiprocessors=132, shared_memory=_kib(227), deep_gemm=True),
-        Architecture(name="sm100", device="B200", capability=(10, 0), multiprocessors=148, shared_memory=_kib(227), deep_gemm=True),
-        Architecture(name="sm120", device="RTX PRO 6000", capability=(12, 0), multiprocessors=188, shared_memory=_kib(99), deep_gemm=True),
+    name: Architecture(
+        name=name,
+        device=device,
+        capability=capability,
+        multiprocessors=multiprocessors,
+        threads=threads,
+        shared_memory=shared,
+        l2=l2,
+        bandwidth=bandwidth,
+        fp16_tops=tops,
+        deep_gemm=deep_gemm,
     )
+    for name, device, capability, multiprocessors, threads, shared, l2, bandwidth, tops, deep_gemm in _KNOWN
 }
 
 

@@ -102,6 +102,7 @@ class BackendSpec:
 _TRITON_REFUSALS = (*BY_THE_METHOD, CT_FP8_DYNAMIC_TENSOR, FUSED_SILU_FP32)
 _TRITON_CLASSES = {Entry.LAYER: frozenset({"TritonExperts"}), Entry.FUSED_EXPERTS: frozenset({"fused_experts"})}
 
+_FI_TRTLLM = frozenset({Activation.SILU, Activation.RELU2_NO_MUL})
 _FI_CUTLASS = frozenset({Activation.SILU, Activation.GELU_TANH, Activation.RELU2_NO_MUL})
 
 
@@ -232,16 +233,16 @@ SPECS: dict[Backend, BackendSpec] = {
         architectures=("sm100",),
         modules=(("flashinfer",),),
         claims=tuple(
-            claim(which, TENSOR_STATIC, BLOCK, activations=frozenset({Activation.SILU}), dtypes=frozenset({Format.BF16}))
+            claim(which, TENSOR_STATIC, BLOCK, activations=_FI_TRTLLM, dtypes=frozenset({Format.BF16}))
             for which in (CT, QUARK, VLLM_FP8, ONLINE)
         ),
-        unquantized=(frozenset({Activation.SILU, Activation.RELU2_NO_MUL}), frozenset({Format.BF16})),
+        unquantized=(_FI_TRTLLM, frozenset({Format.BF16})),
         refusals=(
             *BY_THE_METHOD,
             *only_for(("unquantized", "FP8"), "flashinfer_trtllm"),
             not_supported(
-                lambda c: not int8(c) and c.activation is not Activation.SILU and (fp8(c) or c.activation is not Activation.RELU2_NO_MUL),
-                "FlashInfer's TRT-LLM kernels know silu, and relu2 unquantized",
+                lambda c: not int8(c) and c.activation not in _FI_TRTLLM,
+                "FlashInfer's TRT-LLM kernels know silu and relu2",
                 "(MoEActivation|no act_and_mul)",
             ),
             not_supported(

@@ -26,10 +26,11 @@ class Refusal:
     says: str
     applies: Applies
     reasoned: bool = True  # False: an assertion, or an error of the code below, stands where a reason should
+    at_run: bool = False  # the layer loads; its first forward raises
 
     def matches(self, detail: str) -> bool:
-        """Whether vLLM's own words are the declared ones."""
-        return re.search(self.says, detail, re.DOTALL) is not None
+        """Whether vLLM's own words are the declared ones; the pattern itself is what the fake says."""
+        return detail == self.says or re.search(self.says, detail, re.DOTALL) is not None
 
 
 def unquantized(case: MoECase) -> bool:
@@ -123,6 +124,7 @@ FUSED_SILU_FP32 = Refusal(
     reason="the fused SiLU and block quantization operator takes fp16 and bf16 only",
     says="Input must be FP16 or BF16",
     applies=at_layer(lambda c: fused_silu_quantizer(c) and c.dtype is Format.FP32),
+    at_run=True,
 )
 
 

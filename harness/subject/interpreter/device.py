@@ -17,6 +17,16 @@ if TYPE_CHECKING:
     from harness.architectures import Architecture
 
 UNASKED = ARCHITECTURES["sm90"]
+_TOPS = (  # times FP16, first architecture: humming/csrc/device_info.cpp
+    ("float16", 1, 75),
+    ("bfloat16", 1, 80),
+    ("int8", 2, 75),
+    ("int4", 4, 75),
+    ("float8e4m3", 2, 89),
+    ("float8e5m2", 2, 89),
+    ("float8e3m4", 2, 100),
+    ("float4e2m1", 4, 100),
+)
 
 
 def answering() -> tuple[bool, Architecture]:
@@ -41,7 +51,7 @@ def _torch(architecture: Architecture) -> None:
         major=major,
         minor=minor,
         multi_processor_count=architecture.multiprocessors,
-        shared_memory_per_block_optin=architecture.shared_memory,
+        shared_memory_per_block_optin=architecture.shared_memory * 1024,
         is_integrated=False,
     )
     torch.cuda.current_device = torch.accelerator.current_device_index = lambda: 0
@@ -65,7 +75,14 @@ def _humming(architecture: Architecture) -> None:
         sm_major=major,
         sm_minor=minor,
         sm_version=architecture.number,
-        max_smem_size=architecture.shared_memory,
+        default_smem_size=48 * 1024,
+        max_smem_size=architecture.shared_memory * 1024,
+        max_threads_per_block=1024,
+        max_threads_per_sm=architecture.threads,
+        max_registers_per_sm=64 * 1024,
+        l2_cache_size=architecture.l2 * 1024 * 1024,
+        memory_bandwidth_gbps=architecture.bandwidth,
+        tensorcore_tops={name: architecture.fp16_tops * times for name, times, since in _TOPS if architecture.number >= since},
     )
     the_device = humming.device.current_device
     the_device._value = told
