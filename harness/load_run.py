@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from harness.load_oracles import CLAIMS, Finding, Oracle
 from harness.loading import Question
 from harness.pipeline import PairResult
 from harness.subject import LoadFailed
+from harness.subject.loading import Depth
 from harness.verdict import Outcome, Verdict
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from harness.backends import Backend
     from harness.pairs import Pair
     from harness.subject.loading import WatchedLoading
+
+_Answers = Callable[["MoECase", Checkpoint, "Backend", "WatchedLoading", dict[str, object]], Iterable[Finding]]
 
 SENTINELS = (0x7F, 0xFF)
 UNKNOWN = "0.up_proj.moediff_unknown"
@@ -93,7 +96,27 @@ def _unknown(case: MoECase, checkpoint: Checkpoint, subject: WatchedLoading) -> 
     yield Finding(oracle=Oracle.UNKNOWN_ACCEPTED, what="silent", text=f"{UNKNOWN} was taken without a word, into {into}")
 
 
-_ASKED = {Question.LOADED: _loaded}
+def _at_depth(depth: Depth) -> _Answers:
+    def compare(
+        case: MoECase, checkpoint: Checkpoint, backend: Backend, subject: WatchedLoading, extras: dict[str, object]
+    ) -> Iterable[Finding]:
+        layer, read = (
+            subject.watch_loading(case, checkpoint, depth=each, sentinel=sentinel)
+            for each, sentinel in zip((Depth.LAYER, depth), SENTINELS, strict=True)
+        )
+        extras |= {"quant_method": read.quant_method}
+        return load_oracles.same(layer.after, read.after, depth.value)
+
+    return compare
+
+
+_ASKED: dict[Question, _Answers] = {
+    Question.LOADED: _loaded,
+    Question.DIRECTORY: _at_depth(Depth.DIRECTORY),
+    Question.STACKED: _at_depth(Depth.STACKED),
+}
 _HELD = {
-    Question.LOADED: "the layer holds the checkpoint: consumed, decoded, no memory left unwritten, converters handed what was quantized"
+    Question.LOADED: "the layer holds the checkpoint: consumed, decoded, no memory left unwritten, converters handed what was quantized",
+    Question.DIRECTORY: CLAIMS[Oracle.DEPTHS_DIFFER],
+    Question.STACKED: f"{CLAIMS[Oracle.DEPTHS_DIFFER]}, also where the experts of a projection are one tensor",
 }

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-from cases.case import Entry, Level
+from cases.case import Entry, Level, MoECase, Origin
 from cases.generate import pairs
 from harness.backends import Backend, has_entry
 from harness.pairs import Pair
 from harness.suite.subjects import VLLM
+from references.vocabulary import CheckpointFormat, Format, Layout
 
 if TYPE_CHECKING:
     from harness.suite.options import Options
@@ -19,6 +21,8 @@ class Question(StrEnum):
     """Closed. Values are what test ids, records and the ledger say."""
 
     LOADED = "loaded"  # every oracle of harness/load_oracles.py that layer depth can answer
+    DIRECTORY = "directory"  # vLLM's own loader, reading a directory, leaves the same parameters
+    STACKED = "stacked"  # and so it does where the experts of a projection are one tensor
 
 
 class Asked(NamedTuple):
@@ -34,15 +38,43 @@ class Asked(NamedTuple):
 
 
 def questions(level: Level, backend: Backend) -> tuple[Asked, ...]:
-    """Every question of a level, in the generator's order."""
+    """Every question of a level, in the generator's order. Smoke reads one directory of each scheme with a gate and one without."""
     if not has_entry(Entry.LAYER, backend):
         return ()
-    return about([Pair(*pair) for pair in pairs(level)])
+    every = about([Pair(*pair) for pair in pairs(level)])
+    if level is not Level.SMOKE:
+        return every
+    first: dict[Hashable, Asked] = {}
+    for asked in every:
+        first.setdefault((asked.question, *_kind(asked.pair.case)), asked)
+    return tuple(asked for asked in every if asked.question is Question.LOADED or asked in first.values())
+
+
+def _kind(case: MoECase) -> tuple[Hashable, ...]:
+    return (case.weight, case.weight_scale, case.act_scale, case.checkpoint, case.origin, case.activation.gated)
 
 
 def about(chosen: list[Pair]) -> tuple[Asked, ...]:
     """The questions asked of these pairs: those that enter by the layer."""
-    return tuple(Asked(question, pair) for pair in chosen if pair.entry is Entry.LAYER for question in Question)
+    layers = [pair for pair in chosen if pair.entry is Entry.LAYER]
+    return tuple(Asked(question, pair) for pair in layers for question in Question if applies(question, pair.case))
+
+
+def applies(question: Question, case: MoECase) -> bool:
+    """Whether the question can be asked of a case.
+
+    A model's configuration refuses fp32 hidden states of quantized models before any layer is built (config/vllm.py). Stacked, vLLM reads
+    weights and scales of three dimensions and no biases (fused_moe/routed_experts.py, load_weights).
+    """
+    if question is Question.LOADED:
+        return True
+    if case.quantized and case.dtype is Format.FP32:
+        return False
+    if question is Question.DIRECTORY:
+        return True
+    columns = case.weight_scale is Layout.CHANNEL and case.checkpoint is CheckpointFormat.COMPRESSED_TENSORS
+    three = case.origin is not Origin.PREQUANTIZED or columns or case.weight_scale is Layout.BLOCK128
+    return three and not case.bias
 
 
 def chosen(options: Options) -> tuple[Asked, ...]:

@@ -45,6 +45,9 @@ PLACES: dict[str, tuple[str, ...]] = {
     "init_distributed_environment": ("vllm.distributed:init_distributed_environment",),
     "initialize_model_parallel": ("vllm.distributed:initialize_model_parallel",),
     "ModelRegistry": ("vllm.model_executor.models:ModelRegistry",),
+    "LoadConfig": ("vllm.config:LoadConfig", "vllm.config.load:LoadConfig"),
+    "get_model": ("vllm.model_executor.model_loader:get_model",),
+    "AutoWeightsLoader": ("vllm.model_executor.models.utils:AutoWeightsLoader",),
 }
 
 # may be absent: the version then does without
@@ -150,9 +153,9 @@ def _architecture() -> str:
     return ARCHITECTURE
 
 
-@functools.lru_cache(maxsize=256)
-def _model_config(dtype: torch.dtype, experts: int, top_k: int, hidden: int, intermediate: int) -> Any:
-    config = {
+def hf_config(dtype: torch.dtype, experts: int, top_k: int, hidden: int, intermediate: int) -> dict[str, Any]:
+    """config.json of a model with one MoE layer of these sizes."""
+    return {
         "architectures": [_architecture()],
         "model_type": "qwen3_moe",
         "hidden_size": hidden,
@@ -168,6 +171,11 @@ def _model_config(dtype: torch.dtype, experts: int, top_k: int, hidden: int, int
         "max_position_embeddings": 512,
         "dtype": str(dtype).removeprefix("torch."),
     }
+
+
+@functools.lru_cache(maxsize=256)
+def _model_config(dtype: torch.dtype, experts: int, top_k: int, hidden: int, intermediate: int) -> Any:
+    config = hf_config(dtype, experts, top_k, hidden, intermediate)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
         return probe_surface()["ModelConfig"](model=folder, skip_tokenizer_init=True, dtype=dtype, max_model_len=512)

@@ -130,8 +130,9 @@ class VllmSubject:
         from harness.subject.hygiene import pristine
 
         where = {"backend": self.backend, "device": self.device, "depth": depth or vllm_loading.Depth.LAYER}
+        online = ONLINE.get((case.weight, case.weight_scale)) if case.origin is Origin.ONLINE else None
         with pristine():
-            return vllm_loading.watch(case, checkpoint, _quantization, sentinel=sentinel, **where)
+            return vllm_loading.watch(case, checkpoint, _quantization, sentinel=sentinel, online=online, **where)
 
     def _load_layer(self, case: MoECase, checkpoint: Checkpoint) -> Loaded:
         import torch

@@ -51,8 +51,10 @@ def watch(
     device: str,
     depth: Depth,
     sentinel: int | None,
+    online: str | None,
 ) -> Loading:
-    """One loading, watched; see harness/subject/loading.py. ``quantization`` makes vLLM's quantization config.
+    """One loading, watched; see harness/subject/loading.py. ``quantization`` makes vLLM's quantization config at layer
+    depth; ``online`` is what ``--quantization`` says at the others, where the checkpoint is not quantized.
 
     Raises:
         LoadFailed: vLLM raised.
@@ -63,7 +65,8 @@ def watch(
         from harness.subject import checkpoint_depth
 
         with poisoned(sentinel), loading() as stage:
-            return checkpoint_depth.watch(case, checkpoint, backend=backend, device=device, depth=depth, sentinel=sentinel, stage=stage)
+            where = {"backend": backend, "device": device, "depth": depth, "online": online}
+            return checkpoint_depth.watch(case, checkpoint, sentinel=sentinel, stage=stage, **where)
     sizes = {"experts": case.experts, "top_k": case.top_k, "hidden": case.hidden, "intermediate": case.intermediate}
     config = vllm_compat.vllm_config(backend, TORCH[case.dtype], **sizes)
     with poisoned(sentinel), loading() as stage, vllm_compat.current_config(config), torch.device(device):

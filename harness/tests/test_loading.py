@@ -62,6 +62,14 @@ CAUGHT = [  # fault, case, what the signature must hold
 ]
 
 
+@pytest.mark.parametrize("question", [Question.DIRECTORY, Question.STACKED])
+def test_a_directory_read_otherwise_is_seen(question: Question) -> None:
+    verdict = answer(CHANNEL, LoadFault.SHARDS_OUT_OF_ORDER, question)
+    assert verdict.outcome is Outcome.NOT_IDENTICAL
+    assert verdict.signature == f"DEPTHS_DIFFER:{question}"
+    assert "w13_weight: " in verdict.detail
+
+
 @pytest.mark.parametrize(("fault", "text", "signature"), CAUGHT, ids=lambda value: getattr(value, "name", value))
 def test_a_planted_fault_is_seen(fault: LoadFault, text: str, signature: str) -> None:
     verdict = answer(text, fault)
@@ -81,5 +89,6 @@ def test_every_oracle_has_a_claim() -> None:
 def test_ids_say_the_question() -> None:
     assert SMOKE[0].id.startswith("loaded:")
     assert len({asked.id for asked in SMOKE}) == len(SMOKE)
+    assert {asked.question for asked in SMOKE} == set(Question)
     assert MoECase.from_id(SMOKE[0].pair.case.id) == SMOKE[0].pair.case
     assert make_checkpoint(SMOKE[0].pair.case).tensors

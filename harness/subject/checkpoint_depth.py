@@ -1,0 +1,129 @@
+"""Checkpoint depth: a directory on disk that vLLM's own loader reads into a model of one MoE layer, registered with vLLM's registry."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from harness.subject import vllm_compat
+from harness.subject.directory import write_directory
+from harness.subject.dtypes import TORCH
+from harness.subject.watch_loading import fill_parameters, watch_conversion
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from cases.case import MoECase
+    from cases.checkpoint import Checkpoint
+    from harness.subject.loading import Depth, Loading
+
+ARCHITECTURE = "MoediffMoEForCausalLM"
+_built: list[Callable[[torch.nn.Module], None]] = []  # told of the experts of a model under construction
+
+
+class _Block(torch.nn.Module):
+    """model.layers.0 or its mlp: a name in the tree."""
+
+
+@functools.cache
+def _register() -> None:
+    """The architecture, once per process."""
+    loader = vllm_compat.probe_surface()["AutoWeightsLoader"]
+
+    class MoediffMoEForCausalLM(torch.nn.Module):
+        """One MoE layer at ``model.layers.0.mlp.experts`` and nothing besides."""
+
+        def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+            super().__init__()
+            sizes = vllm_config.model_config.hf_config
+            self.model = _Block()
+            self.model.layers = torch.nn.ModuleList([_Block()])
+            self.model.layers[0].mlp = _Block()
+            layer = vllm_compat.make_layer(
+                dtype=vllm_config.model_config.dtype,
+                experts=sizes.num_experts,
+                top_k=sizes.num_experts_per_tok,
+                hidden=sizes.hidden_size,
+                intermediate=sizes.moe_intermediate_size,
+                activation=sizes.moediff_activation,
+                renormalize=sizes.norm_topk_prob,
+                bias=sizes.moediff_bias,
+                router_weight_on_input=sizes.moediff_router_weight_on_input,
+                quantization=vllm_config.quant_config,
+                prefix="model.layers.0.mlp.experts",
+            )
+            self.model.layers[0].mlp.experts = layer
+            for told in _built:
+                told(vllm_compat.experts_of(layer))
+
+        def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor: ...
+
+        def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor: ...
+
+        def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor: ...
+
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+            return loader(self).load_weights(weights)
+
+    vllm_compat.probe_surface()["ModelRegistry"].register_model(ARCHITECTURE, MoediffMoEForCausalLM)
+
+
+def model_config(case: MoECase) -> dict[str, Any]:
+    """config.json without its quantization_config: a Qwen3-MoE configuration with what that has no word for under our own names."""
+    return vllm_compat.hf_config(TORCH[case.dtype], case.experts, case.top_k, case.hidden, case.intermediate) | {
+        "architectures": [ARCHITECTURE],
+        "norm_topk_prob": case.renormalize,
+        "moediff_activation": case.activation.value,
+        "moediff_bias": case.bias,
+        "moediff_router_weight_on_input": case.router_weight_on_input,
+    }
+
+
+def watch(
+    case: MoECase, checkpoint: Checkpoint, *, backend: str, device: str, depth: Depth, sentinel: int | None, online: str | None, stage: Any
+) -> Loading:
+    """One loading from a directory, watched. online: what ``--quantization`` says, or None. Whatever vLLM raises propagates."""
+    _register()
+    with tempfile.TemporaryDirectory() as folder:
+        write_directory(Path(folder), case, checkpoint, model_config(case), depth)
+        return load_directory(folder, case, backend=backend, device=device, sentinel=sentinel, online=online, stage=stage)
+
+
+def load_directory(
+    folder: str, case: MoECase, *, backend: str, device: str, sentinel: int | None, online: str | None, stage: Any
+) -> Loading:
+    """As ``watch``, of a directory that is there."""
+    _register()
+    surface = vllm_compat.probe_surface()
+    with contextlib.ExitStack() as stack:
+        seen: list[Any] = []
+
+        def built(experts: torch.nn.Module) -> None:
+            stage.choosing = False
+            fill_parameters(experts, sentinel)
+            seen.append((experts, stack.enter_context(watch_conversion(experts, count=sentinel is None))))
+
+        config = surface["VllmConfig"](
+            kernel_config=surface["KernelConfig"](moe_backend=backend),
+            load_config=surface["LoadConfig"](use_tqdm_on_load=False),
+            model_config=surface["ModelConfig"](
+                model=folder, skip_tokenizer_init=True, dtype=TORCH[case.dtype], max_model_len=512, quantization=online
+            ),
+        )
+        with vllm_compat.current_config(config):
+            vllm_compat.prepare_process(device)
+            _built.append(built)
+            gc.freeze()  # the loader collects garbage twice, and this process is full of what is none
+            try:
+                surface["get_model"](vllm_config=config)
+            finally:
+                gc.unfreeze()
+                _built.remove(built)
+        experts, watched = seen[0]
+        return watched.loading(experts)
