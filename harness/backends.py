@@ -182,7 +182,7 @@ SPECS: dict[Backend, BackendSpec] = {
         environment=(("VLLM_HUMMING_INPUT_QUANT_CONFIG", '{"dtype": "float8e4m3", "allow_fallback": true}'),),
         claims=claims.HUMMING,
         unquantized=(EVERY, FLOATS),
-        refusals=refusals_cuda.HUMMING,
+        refusals=refusals_cuda.HUMMING_A8,
     ),
     Backend.DEEP_GEMM: BackendSpec(
         moe_backend="deep_gemm",

@@ -25,7 +25,7 @@ from references.vocabulary import (
 )
 
 _HUMMING_SCALE_FLOOR = 1e-30
-_ONE_SLICE = 256  # up to this K Humming's heuristics were not seen to divide it among blocks (stream-K, gmem_writer.cuh)
+_K_BLOCK = 128  # columns of K that Humming's blocks take at once (tune/sm90.py; layers are padded to whole ones)
 _UE8M0_AMAX_FLOOR = 1e-4  # utils/deep_gemm.py, per_block_cast_to_fp8
 _GROUP_AMAX_FLOOR = 1e-10
 
@@ -79,6 +79,16 @@ def _marlin(recipe: Recipe, case: MoECase) -> Recipe:
     return replace(_weight_only(recipe, case, "marlin"), gate_store=gate_store, epilogue=Epilogue.BIAS_STORED, weight_store_one_group=False)
 
 
+def _split(case: MoECase, at_once: int) -> Format | None:
+    """Format in which parts of a sum over K are added where K is divided among thread blocks; None where it is not.
+
+    Stream-K (scheduler.cuh): each takes ``at_once`` K blocks, its number of pipeline stages, wherever a tile ends. So a tile is divided
+    unless its K blocks divide that number.
+    """
+    whole = all(at_once % -(-columns // _K_BLOCK) == 0 for columns in (case.hidden, case.intermediate))
+    return None if whole else case.dtype
+
+
 def _humming(recipe: Recipe, case: MoECase) -> Recipe:
     """Per-tensor scales multiply sums in fp32, channel scales the stored result; act(g) * u is one expression in fp32."""
     tensor, channel = case.weight_scale is Layout.TENSOR, case.weight_scale is Layout.CHANNEL
@@ -87,7 +97,7 @@ def _humming(recipe: Recipe, case: MoECase) -> Recipe:
         gate_store=None,
         weight_scale_store=None if tensor else case.dtype,
         epilogue=Epilogue.CHANNEL_STORED if channel else Epilogue.BIAS_STORED,
-        split_store=case.dtype if max(case.hidden, case.intermediate) > _ONE_SLICE else None,
+        split_store=_split(case, 4),
     )
 
 
@@ -110,6 +120,7 @@ def _humming_a8(recipe: Recipe, case: MoECase) -> Recipe:
         a2=act,
         activation_store=Format.FP32,
         accumulator=Accumulator.INT32 if case.weight is Format.INT8 else Accumulator.TENSOR_CORE_FP8_ANY,
+        split_store=_split(case, 3),
     )
 
 

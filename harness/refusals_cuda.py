@@ -108,4 +108,20 @@ HUMMING: tuple[Refusal, ...] = (
         applies=at_layer(lambda c: c.origin is not Origin.UNQUANTIZED and c.router_weight_on_input),
         reasoned=False,
     ),
+    Refusal(
+        reason="Humming unpacks INT8 rows 32 columns at a time",
+        says=r"^AssertionError: ?$",
+        applies=at_layer(lambda c: int8(c) and (c.hidden % 32 != 0 or c.intermediate % 32 != 0)),
+        reasoned=False,
+    ),
+)
+
+HUMMING_A8: tuple[Refusal, ...] = (
+    *HUMMING,
+    Refusal(
+        reason="Humming reads rows of quantized activations 16 bytes at a time",
+        says=r"^AssertionError: ?$",
+        applies=at_layer(lambda c: fp8(c) and c.weight_scale is not Layout.BLOCK128 and (c.hidden % 16 != 0 or c.intermediate % 16 != 0)),
+        reasoned=False,
+    ),
 )

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 FP8_FRACTION_BITS = 13
 FP8_STEP = 32  # K of one wgmma on 8-bit operands
-_CHUNK = 64  # columns that a block takes at least
+_CHUNK = 128  # columns that a block takes at least
 _EACH_ONE = 1 << 19  # with more products than this they are bounded together
 _LEMMA = tuple((p, p**p / (1.0 + p) ** (1.0 + p)) for p in (0.5, 1.0, 2.0))  # C(p) = max over r of (1 - r) * r**p
 
@@ -119,13 +119,16 @@ def _chunks(x: _Side, y: _Side, columns: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def divided(a: Operand, w: Operand, unit_roundoff: float) -> torch.Tensor:
-    """Error of dividing K among blocks of 64 or more columns that add their results, in order, in a 16-bit format, [M, N].
+    """Error of dividing K among blocks of 128 or more columns that add their results, in order, in a 16-bit format, [M, N].
 
-    Each of at most K / 64 results is rounded, and so is each sum, which runs from one end of K or from the other.
+    Each of at most K / 128 results is rounded, and so is each sum of two or more, from one end of K or from the other.
     """
     middles, spreads = _chunks(_Side.of(a.middle, a.radius, a.middle), _Side.of(w.middle, w.radius, w.middle), _CHUNK)
+    if len(middles) == 1:
+        return torch.zeros_like(middles[0])
     prefix = middles.cumsum(0)
-    sums = torch.maximum(prefix.abs(), (prefix[-1] - prefix).abs()) + spreads.sum(0)
+    backward = torch.cat([(prefix[-1] - prefix[:-2]).flip(0), prefix[-1:]])
+    sums = torch.maximum(prefix[1:].abs(), backward.abs()) + spreads.sum(0)
     return unit_roundoff * ((middles.abs() + spreads).sum(0) + sums.sum(0))
 
 
