@@ -30,6 +30,7 @@ SMOKE: tuple[str, ...] = (
     "int8-channel-static-raw-silu-bf16-e4k1m8h64i32-balanced-lattice",
     "int8-channel-static-raw-relu2_no_mul-fp32-e5k2m3h96i80-balanced-lattice",
     "int8-tensor-dyntensor-raw-silu-fp32-e4k1m8h64i32-balanced-lattice",
+    "int8-channel-dyntensor-raw-silu-fp32-e4k1m8h64i32-balanced-lattice",
     "int8-channel-dyntensor-raw-silu_no_mul-fp32-e4k2m8h64i32-balanced-lattice",
     "int8-tensor-dyntoken-raw-silu-bf16-e4k1m8h64i32-balanced-lattice",
     "int8-tensor-dyntoken-raw-relu2_no_mul-fp16-e8k1m2h192i96-balanced-lattice",
@@ -42,12 +43,13 @@ SMOKE: tuple[str, ...] = (
     "int8-block128-dyngroup128-raw-silu-bf16-e4k1m8h256i128-balanced-lattice",
     "int8-block128-dyngroup128-raw-silu_no_mul-fp16-e3k2m2h128i256-balanced-lattice",
     "int8-tensor-none-raw-silu-fp16-e4k1m8h64i32-balanced-lattice",
-    "int8-channel-none-raw-relu2_no_mul-bf16-e5k2m3h96i80-balanced-lattice",
+    "int8-channel-none-raw-relu2_no_mul-bf16-e5k2m3h64i48-balanced-lattice",
     "int8-channel-none-online-silu-bf16-e4k1m8h64i32-balanced-lattice",
     "int8-channel-none-online-relu2_no_mul-fp16-e4k2m8h64i32-balanced-lattice",
     # FP8, the same
     "e4m3fn-tensor-static-ct-silu-bf16-e4k1m8h64i32-balanced-lattice",
     "e4m3fn-tensor-static-quark-relu2_no_mul-fp16-e4k2m3h96i80-balanced-lattice",
+    "e4m3fn-channel-static-raw-silu-bf16-e4k1m8h64i32-balanced-lattice",
     "e4m3fn-channel-static-raw-relu2_no_mul-bf16-e4k1m8h64i32-balanced-lattice",
     "e4m3fn-tensor-dyntensor-vllmfp8-silu-bf16-e4k1m8h64i32-balanced-lattice",
     "e4m3fn-channel-dyntensor-raw-silu-bf16-e4k2m8h64i32-balanced-lattice",
@@ -73,7 +75,7 @@ _SIZES = (
     ((5, 2, 3, 96, 80), (3, 2, 5, 128, 256)),  # tails
     ((8, 1, 2, 192, 96), (8, 1, 2, 128, 128)),  # naive block assignment
     ((8, 4, 33, 128, 64), (4, 2, 33, 128, 128)),
-    ((3, 3, 1, 64, 32), (2, 2, 1, 128, 128)),  # one token, k = E
+    ((4, 4, 1, 64, 32), (2, 2, 1, 128, 128)),  # one token, k = E, a power of two: the layer divides by it
 )
 _ACTIVATIONS = (Activation.SILU, Activation.GELU, Activation.SILU_NO_MUL, Activation.RELU2_NO_MUL)
 _DTYPES = (Format.BF16, Format.FP16, Format.FP32)

@@ -83,9 +83,10 @@ class Drive:
 
     def before(self, variant: Variant, setting: Setting) -> torch.Tensor:
         """What the variant is compared with. Raises SubjectError."""
-        if variant.start is None:
+        if variant.start is None and not variant.start_views:
             return self.start(setting)[1]
-        return self._run(self._load(variant.start, Variant(change="", setting=variant.start)), variant.start)
+        start = variant.start or setting
+        return self._run(self._load(start, Variant(change="", setting=start, views=variant.start_views)), start)
 
     def after(self, variant: Variant, setting: Setting) -> torch.Tensor:
         """What became of it. Raises SubjectError."""

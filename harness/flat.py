@@ -45,10 +45,11 @@ def memory_scales(setting: Setting, views: Mapping[str, View]) -> tuple[LoadedEx
     """The experts as a kernel has them that scales expert e by memory element e from the start of each scale tensor handed to it."""
     loaded = load(expected.experts(setting.case, setting.checkpoint), setting.recipe)
     for name, buffer in (("w1_scale", "w13"), ("w2_scale", "w2")):
-        scales = [matrix.scale for matrix in (getattr(each, buffer) for each in loaded) if matrix.scale is not None]
+        matrices = [getattr(each, buffer) for each in loaded]
+        scales = [matrix.scale for matrix in matrices if matrix.scale is not None]
         stacked = torch.stack([scale[0, 0] for scale in scales] if setting.case.weight_scale is Layout.TENSOR else scales)
-        handed = view(stacked, views[name]) if name in views else stacked
-        memory = handed.as_strided((len(loaded),), (1,))
+        given = view(stacked, views[name], matrices[0].codes.shape[0]) if name in views else stacked
+        memory = given.as_strided((len(loaded),), (1,))
         loaded = tuple(
             replace(each, **{buffer: replace(getattr(each, buffer), scale=torch.full_like(scales[e], float(memory[e])))})
             for e, each in enumerate(loaded)

@@ -131,6 +131,10 @@ def _whole_blocks(case: MoECase) -> bool:
     return case.weight_scale is not Layout.BLOCK128 or case.hidden % 128 == case.intermediate % 128 == 0
 
 
+def _small(case: MoECase) -> bool:
+    return case.tokens <= 8 and max(case.hidden, case.intermediate) <= (256 if case.weight_scale is Layout.BLOCK128 else 64)
+
+
 def _quantized_first(case: MoECase, recipe: Recipe) -> bool:
     """The codes are made before the router weight comes in, and a scale fixed or shared by rows does not take it up."""
     before = recipe.router_weight is RouterWeight.GEMM1 and case.weight is Format.INT8
@@ -162,6 +166,7 @@ ABSENT: tuple[Absent, ...] = (
         reason="only the functional entry is handed scale tensors",
         when=lambda place: place.entry is not Entry.FUSED_EXPERTS,
     ),
+    _absent(Relation.SCALE_VIEWS, "all forms of a scale tensor are tried on small layers", lambda case: not _small(case)),
     Absent(
         relation=Relation.REFERENCE,
         reason="the reference has no single answer",

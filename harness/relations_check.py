@@ -71,7 +71,7 @@ class Variant:
     rows: [M'] row of the start's output that each row of the variant's repeats; None: its own.
     region: [M', H] bool, what may move; None: nothing. factor: by which all of it is multiplied; None: the reference says.
     start: what the output is compared with; None: the relation's own setting.
-    views: scale tensors handed over in another form, by name (harness/subject/vllm_direct.py).
+    views: scale tensors handed over in another form, by name (harness/subject/views.py); start_views: the start's too.
     may_refuse: a refusal with a reason holds the relation too.
     reuse: the start's loaded layer is run, nothing is loaded; between: another layer is loaded and run first.
     """
@@ -84,6 +84,7 @@ class Variant:
     factor: float | None = None
     start: Setting | None = None
     views: Mapping[str, View] = field(default_factory=dict)
+    start_views: Mapping[str, View] = field(default_factory=dict)
     may_refuse: bool = False
     reuse: bool = False
     between: Setting | None = None

@@ -10,12 +10,11 @@ import torch
 from cases.axes import ActScale, InvalidCase, Origin
 from cases.case import Entry
 from cases.checkpoint import write
-from cases.perturb import Spot, scale_grid
+from cases.perturb import scale_grid
 from harness import expected
 from harness.relations import Place, other_formats
 from harness.relations_check import Setting, Variant
-from harness.relations_scales import changed
-from harness.subject.views import View
+from harness.subject.views import Shape, Strides, View, levels
 from references.formats import decode, encode
 from references.moe import Expert, Projection
 from references.quantize import Quantized, quantize_weights
@@ -23,12 +22,20 @@ from references.vocabulary import CheckpointFormat, Format, Layout, WeightQuant
 
 _UP, _DOWN = "up_proj", "down_proj"
 _LN_3 = 1.0986123
-_W_VIEWS = {
-    Layout.TENSOR: (View.E_1, View.E_1_1, View.STRIDED),
-    Layout.CHANNEL: (View.E_N, View.TRANSPOSED, View.STRIDED),
-    Layout.BLOCK128: (View.STRIDED, View.TRANSPOSED),
+_PLAIN_STRIDES = (Strides.CONTIGUOUS, Strides.SECOND, Strides.EXPANDED)
+_N_STRIDES = (Strides.CONTIGUOUS, Strides.SECOND, Strides.TRANSPOSED, Strides.ALONG_N, Strides.EXPANDED)
+_STRIDES: dict[Shape, tuple[Strides, ...]] = {
+    **dict.fromkeys(Shape, _PLAIN_STRIDES),
+    **dict.fromkeys((Shape.E_N, Shape.E_N_1), _N_STRIDES),
+    Shape.E_R_C: (Strides.CONTIGUOUS, Strides.SECOND, Strides.TRANSPOSED, Strides.EXPANDED),
 }
-_A_VIEWS = (View.SCALAR, View.ONE_ONE, View.STRIDED)
+_ONE_EACH = (Shape.E, Shape.E_1, Shape.E_1_1)
+_W_SHAPES = {  # the first, contiguous, is what harness/subject/vllm_direct.py hands over itself
+    Layout.TENSOR: (*_ONE_EACH, Shape.E_N, Shape.E_N_1),
+    Layout.CHANNEL: (Shape.E_N_1, Shape.E_N),
+    Layout.BLOCK128: (Shape.E_R_C,),
+}
+_A_SHAPES = (Shape.ONE, Shape.SCALAR, Shape.ONE_ONE, *_ONE_EACH)
 
 
 def other_format(setting: Setting) -> Iterator[Variant]:
@@ -82,39 +89,30 @@ def weight_on_input(setting: Setting) -> Iterator[Variant]:
 
 
 def scale_views(setting: Setting) -> Iterator[Variant]:
-    """Each scale tensor in each form that holds the same numbers; with equal scales, one element expanded."""
+    """Each scale tensor in each other form that holds the same numbers, or numbers made equal where strides of 0 need that."""
     case = setting.case
     for name in ("w1_scale", "w2_scale"):
         halves = 2 if name == "w1_scale" and case.activation.gated else 1
-        rows = halves * scale_grid(case, _DOWN if name == "w2_scale" else _UP)[0]
-        for how in _W_VIEWS[case.weight_scale]:
-            if rows == 1 and how is View.TRANSPOSED:  # nothing to transpose
+        rows, columns = scale_grid(case, _DOWN if name == "w2_scale" else _UP)
+        for how in views_of(_W_SHAPES[case.weight_scale]):
+            one_row = case.weight_scale is Layout.BLOCK128 and 1 in (halves * rows, columns)
+            if how.strides is Strides.TRANSPOSED and (one_row or case.experts == 1):  # nothing to transpose
                 continue
             yield _viewed(setting, name, how)
-    if case.static_input:
-        for name in ("a1_scale", "a2_scale"):
-            for how in _A_VIEWS:
-                yield _viewed(setting, name, how)
-    if case.weight_scale is Layout.TENSOR and not case.activation.gated:
-        level = _level(setting)
-        for name in ("w1_scale", "w2_scale"):
-            yield replace(_viewed(level, name, View.EXPANDED), start=level)
+    for name in ("a1_scale", "a2_scale") if case.static_input else ():
+        for how in views_of(_A_SHAPES):
+            yield _viewed(setting, name, how)
+
+
+def views_of(shapes: tuple[Shape, ...]) -> list[View]:
+    """Every form with one of these shapes but the first, contiguous: that is what any form is compared with."""
+    return [View(shape, strides) for shape in shapes for strides in _STRIDES[shape]][1:]
 
 
 def _viewed(setting: Setting, name: str, how: View) -> Variant:
-    return Variant(change=f"{name} handed over as {how}", setting=setting, views={name: how}, may_refuse=True)
-
-
-def _level(setting: Setting) -> Setting:
-    """Every expert with the last one's per-tensor scales; what its numbers become is not proven."""
-    case, tensors = setting.case, setting.checkpoint.tensors
-    level = setting
-    for name in case.projections:
-        wanted = float(tensors[f"{case.experts - 1}.{name}.weight_scale"])
-        for expert in range(case.experts):
-            factor = wanted / float(tensors[f"{expert}.{name}.weight_scale"])
-            level = changed(level, (Spot(expert=expert, projection=name), factor))
-    return replace(level, proven=False)
+    same = setting.case.weight_scale is Layout.TENSOR and how.strides is Strides.ALONG_N  # equal along N as they are
+    start = {name: how.start} if levels(how) and not same else {}
+    return Variant(change=f"{name} handed over as {how}", setting=setting, views={name: how}, start_views=start, may_refuse=True)
 
 
 def _quantized(expert: Expert, how: WeightQuant) -> Expert:

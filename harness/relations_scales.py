@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -10,11 +10,14 @@ import torch
 from cases.axes import InvalidCase
 from cases.perturb import Spot, perturb, scale_grid, scaled_columns, scaled_rows
 from cases.roles import empty_expert, zero_expert
+from harness import expected
 from harness.relations import coupled
 from harness.relations_check import Setting, Variant
-from references.vocabulary import Activation
+from references.loading import load
+from references.vocabulary import Activation, Layout
 
 DOWN, UP, GATE = "down_proj", "up_proj", "gate_proj"
+FACTORS = ((2.0, 0.5), (0.5, 2.0), (4.0, 0.25, 0.5))  # what is tried, in order, for the three scales of a projection that are perturbed
 _UNROUTED_FACTOR = 8.0
 
 
@@ -39,7 +42,8 @@ def down_doubles(setting: Setting) -> Iterator[Variant]:
     """All of the last expert's w2 scales, doubled."""
     expert = setting.case.experts - 1
     spot = Spot(expert=expert, projection=DOWN)
-    yield _variant(setting, spot, 2.0, _region(setting, expert, slice(None)), f"the tokens of expert {expert}, all channels", 2.0)
+    there = changed(setting, (spot, 2.0))
+    yield _variant(there, spot, 2.0, _region(setting, expert, slice(None)), f"the tokens of expert {expert}, all channels", 2.0)
 
 
 def up_multiplies(setting: Setting) -> Iterator[Variant]:
@@ -47,18 +51,19 @@ def up_multiplies(setting: Setting) -> Iterator[Variant]:
     expert = setting.case.experts - 1
     spot = Spot(expert=expert, projection=UP)
     gain = 4.0 if setting.case.activation is Activation.RELU2_NO_MUL else 2.0
-    yield _variant(setting, spot, 2.0, _region(setting, expert, slice(None)), f"the tokens of expert {expert}, all channels", gain)
+    there = changed(setting, (spot, 2.0))
+    yield _variant(there, spot, 2.0, _region(setting, expert, slice(None)), f"the tokens of expert {expert}, all channels", gain)
 
 
 def down_scale(setting: Setting) -> Iterator[Variant]:
     """One w2 scale at a time: only the channels it scales move; by the factor itself where nothing else adds to them."""
     case = setting.case
-    for spot, factor in _spots(setting, DOWN):
+    for spot, factor, there in _spots(setting, DOWN):
         rows = scaled_rows(case, spot)
         alone = case.top_k == 1 and not case.bias and scaled_columns(case, spot) == slice(None)
         channels = "all channels" if rows == slice(None) else f"channels {rows.start} to {min(rows.stop, case.hidden) - 1}"
         where = f"the tokens of expert {spot.expert}, {channels}"
-        yield _variant(setting, spot, factor, _region(setting, spot.expert, rows), where, factor if alone else None)
+        yield _variant(there, spot, factor, _region(setting, spot.expert, rows), where, factor if alone else None)
 
 
 def up_scale(setting: Setting) -> Iterator[Variant]:
@@ -93,26 +98,58 @@ def input_scale(setting: Setting) -> Iterator[Variant]:
 
 def _upper(setting: Setting, projection: str) -> Iterator[Variant]:
     every = coupled(setting.recipe)
-    for spot, factor in _spots(setting, projection):
+    for spot, factor, there in _spots(setting, projection):
         where = f"the tokens of expert {spot.expert}"
         region = _region(setting, spot.expert, slice(None))
         if every:
             where, region = "every token: they share a dynamic scale", torch.ones_like(region)
-        yield _variant(setting, spot, factor, region, where, None)
+        yield _variant(there, spot, factor, region, where, None)
 
 
-def _spots(setting: Setting, projection: str) -> list[tuple[Spot, float]]:
-    """All scales of the last expert doubled; its last one halved; the one after the first, of the first expert in play, doubled."""
+def _spots(setting: Setting, projection: str) -> Iterator[tuple[Spot, float, Setting]]:
+    """All scales of the last expert, one of its last, one of the first ones of the first expert in play; and the setting of each."""
     case = setting.case
     last, count = case.experts - 1, scale_grid(case, projection)[0] * scale_grid(case, projection)[1]
     first = next(e for e in range(case.experts) if e != zero_expert(case) and bool(setting.tokens_of(e).any()))
-    spots = [(Spot(expert=last, projection=projection), 2.0)]
-    if count > 1:
-        spots.append((Spot(expert=last, projection=projection, element=count - 1), 0.5))
-        spots.append((Spot(expert=first, projection=projection, element=1), 2.0))
-    elif first != last:
-        spots.append((Spot(expert=first, projection=projection), 0.5))
-    return spots
+    late, early = list(reversed(range(1, count))), list(range(1, count))
+    yield _seen(setting, last, projection, [None], FACTORS[0])
+    yield _seen(setting, last, projection, late or [None], FACTORS[1])
+    yield _seen(setting, first, projection, early or [None], FACTORS[2])
+
+
+def _seen(
+    setting: Setting, expert: int, projection: str, elements: Sequence[int | None], factors: Sequence[float]
+) -> tuple[Spot, float, Setting]:
+    """The first of the scales and factors that the reference says is seen, with the setting that it makes.
+
+    A channel whose intermediate is 0 shows nothing; a factor may leave the range of fp16, or that in which silu is exact.
+    """
+    alive = _alive(setting, expert) if projection != DOWN and setting.case.weight_scale is not Layout.BLOCK128 else None
+    for element in elements:
+        if alive is not None and element is not None and not bool(alive[element]):
+            continue
+        for factor in factors:
+            spot = Spot(expert=expert, projection=projection, element=element)
+            there = changed(setting, (spot, factor))
+            if _moves(setting, there):
+                return spot, factor, there
+    raise InvalidCase(f"no scale of {expert}.{projection} times a power of two is seen in the output")
+
+
+def _moves(setting: Setting, there: Setting) -> bool:
+    try:
+        after = there.proof
+    except InvalidCase:
+        return False
+    return after is None or setting.proof is None or not torch.equal(after.output, setting.proof.output)
+
+
+def _alive(setting: Setting, expert: int) -> torch.Tensor:
+    """[I] bool: intermediate channels that are not 0 for some token of the expert."""
+    w13 = load(expected.experts(setting.case, setting.checkpoint), setting.recipe)[expert].w13
+    sums = setting.batch.hidden_states[setting.tokens_of(expert)].to(torch.float64) @ w13.values().T
+    sums = sums if w13.bias is None else sums + w13.bias
+    return (sums[:, : setting.case.intermediate] > 0).any(0)
 
 
 def _region(setting: Setting, expert: int, channels: slice) -> torch.Tensor:
@@ -121,7 +158,7 @@ def _region(setting: Setting, expert: int, channels: slice) -> torch.Tensor:
     return region
 
 
-def _variant(setting: Setting, spot: Spot, factor: float, region: torch.Tensor, where: str, gain: float | None) -> Variant:
+def _variant(there: Setting, spot: Spot, factor: float, region: torch.Tensor, where: str, gain: float | None) -> Variant:
     if not bool(region.any()):
         raise InvalidCase(f"{spot} scales nothing that any token sees")
-    return Variant(change=f"{spot} times {factor:g}", setting=changed(setting, (spot, factor)), where=where, region=region, factor=gain)
+    return Variant(change=f"{spot} times {factor:g}", setting=there, where=where, region=region, factor=gain)

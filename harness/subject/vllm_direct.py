@@ -24,7 +24,7 @@ from harness.subject import Loaded, LoadFailed, Ran, RunFailed, vllm_compat
 from harness.subject.dtypes import TORCH
 from harness.subject.errors import verbatim
 from harness.subject.observe import LEGACY, watch
-from harness.subject.views import View, view
+from harness.subject.views import View, handed
 from references.vocabulary import Format, Layout
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def load(case: MoECase, checkpoint: Checkpoint, device: str, views: Mapping[str,
     """
     surface = vllm_compat.probe_surface()
     stacked = {name: tensor.to(device) for name, tensor in stack(case, checkpoint.tensors).items()}
-    stacked |= {name: view(stacked[name], how) for name, how in (views or {}).items()}
+    stacked |= handed(stacked, views or {})
     dtype = TORCH[case.dtype]
     config = vllm_compat.vllm_config(
         "triton", dtype, experts=case.experts, top_k=case.top_k, hidden=case.hidden, intermediate=case.intermediate
