@@ -25,6 +25,9 @@ class Question(StrEnum):
     STACKED = "stacked"  # and so it does where the experts of a projection are one tensor
 
 
+ASKED_ON = (Backend.INTERPRETER, Backend.TRITON)  # lanes whose layout of parameters the oracles know
+
+
 class Asked(NamedTuple):
     """A question asked of a pair."""
 
@@ -79,6 +82,6 @@ def applies(question: Question, case: MoECase) -> bool:
 
 def chosen(options: Options) -> tuple[Asked, ...]:
     """What a run asks: of its level, or of the cases named. A fake subject loads nothing. Raises Misuse."""
-    if options.subject != VLLM or options.entry not in (None, Entry.LAYER):
+    if options.subject != VLLM or options.entry not in (None, Entry.LAYER) or options.backend not in ASKED_ON:
         return ()
     return about(list(options.pairs())) if options.cases else questions(options.level, options.backend)
