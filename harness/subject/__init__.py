@@ -6,13 +6,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
 
     import torch
 
     from cases.batch import Batch
     from cases.case import Entry, MoECase
     from cases.checkpoint import Checkpoint
+    from harness.subject.modes import Mode
     from harness.subject.views import View
 
 
@@ -85,4 +87,29 @@ class OnDevice(Protocol):
 
     def recover(self) -> str | None:
         """After a failure: give back what the pair held and try the device. None when it works, else what it raised."""
+        ...
+
+
+@runtime_checkable
+class HasModes(Subject, Protocol):
+    """A subject on a GPU whose loaded layer can be executed in other ways than eagerly, and whose fresh memory can be filled."""
+
+    def poison(self, byte: int) -> None:
+        """Memory that is handed out next holds ``byte``."""
+        ...
+
+    def prepare(self, loaded: Loaded, batch: Batch, mode: Mode) -> Callable[[Batch], torch.Tensor]:
+        """Capture or compile on ``batch``; called with a batch of its shape: output [M, H] on the CPU. Both raise RunFailed."""
+        ...
+
+    def scale_in_place(self, loaded: Loaded, factor: float) -> tuple[str, ...]:
+        """Multiply every weight scale in place; their names."""
+        ...
+
+    def operand_swaps(self, allowed: bool) -> AbstractContextManager[list[bool]]:
+        """While entered, whether each FP8 GEMM swaps its operands is appended; not ``allowed``: none that can be asked not to does."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Device memory this process may still take."""
         ...

@@ -278,6 +278,13 @@ def make_layer(
     return call(factory, required, optional)
 
 
+def swap_choices() -> list[tuple[Any, str]]:
+    """(module, name) of the functions that choose to swap the operands of an FP8 GEMM, or are told to, where this vLLM has them."""
+    places = ((f"{_MOE}.fused_moe", "enable_swap_ab"), ("vllm._custom_ops", "get_cutlass_moe_mm_problem_sizes_from_expert_offsets"))
+    found = [(importlib.import_module(module), name) for module, name in places]
+    return [(module, name) for module, name in found if hasattr(module, name)]
+
+
 def experts_of(layer: torch.nn.Module) -> torch.nn.Module:
     """The module that owns the expert weights: the layer itself where there is no runner around it."""
     return getattr(layer, "routed_experts", layer)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cases.case import ActScale
-from harness.subject import Loaded, LoadFailed, Ran, RunFailed, vllm_compat
+from harness.subject import Loaded, LoadFailed, Ran, RunFailed, modes, vllm_compat
 from harness.subject.dtypes import TORCH
 from harness.subject.errors import verbatim
 from harness.subject.observe import LEGACY, watch
@@ -28,11 +28,12 @@ from harness.subject.views import View, handed
 from references.vocabulary import Format, Layout
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from cases.batch import Batch
     from cases.case import MoECase
     from cases.checkpoint import Checkpoint
+    from harness.subject.modes import Mode
 
 BLOCK = [128, 128]
 E4M3_MAX = 448.0
@@ -90,16 +91,7 @@ def run(loaded: Loaded, batch: Batch) -> Ran:
     with watch(None) as seen:
         try:
             with vllm_compat.forward_context(call.config, hidden_states.shape[0]):
-                output = vllm_compat.probe_surface()["fused_experts"](
-                    hidden_states,
-                    call.w1,
-                    call.w2,
-                    topk_weights.to(call.device),
-                    topk_ids.to(call.device),
-                    activation=call.activation,
-                    apply_router_weight_on_input=call.case.router_weight_on_input,
-                    quant_config=call.quant_config,
-                )
+                output = _function(call)(hidden_states, topk_weights.to(call.device), topk_ids.to(call.device))
             output = output.detach().cpu().clone()
         except Exception as error:
             raise RunFailed(verbatim(error)) from error
@@ -108,6 +100,24 @@ def run(loaded: Loaded, batch: Batch) -> Ran:
         experts_class=seen.experts[0] if seen.experts else "",
         gemm_dtypes=tuple(seen.gemm_dtypes),
     )
+
+
+def prepare(loaded: Loaded, batch: Batch, mode: Mode) -> Callable[[Batch], torch.Tensor]:
+    """See harness/subject/modes.py."""
+    call = loaded.handle
+    assert isinstance(call, _Call)
+    return modes.prepare(call.config, _function(call), lambda each: (each.hidden_states, *_routing(call.case, each)), batch, mode)
+
+
+def _function(call: _Call) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """(hidden_states, topk_weights, topk_ids) -> [M, H], under a forward context."""
+    fused_experts, on_input = vllm_compat.probe_surface()["fused_experts"], call.case.router_weight_on_input
+    given = {"activation": call.activation, "apply_router_weight_on_input": on_input, "quant_config": call.quant_config}
+
+    def function(hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+        return fused_experts(hidden_states, call.w1, call.w2, topk_weights, topk_ids, **given)
+
+    return function
 
 
 def _routing(case: MoECase, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,7 +10,8 @@ from harness.subject import Loaded, LoadFailed, Ran, RunFailed, SubjectError, Su
 from references.vocabulary import Format, Layout
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
 
     import torch
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from cases.case import MoECase
     from cases.checkpoint import Checkpoint
     from harness.subject.loading import Depth, Loading
+    from harness.subject.modes import Mode
     from harness.subject.views import View
 
 PREFIX = "model.layers.0.mlp.experts"
@@ -104,6 +106,41 @@ class VllmSubject:
             return None
         vllm_compat.drop_workspaces()
         return device.recover()
+
+    def poison(self, byte: int) -> None:
+        """See harness/subject/modes.py, as for the four below."""
+        from harness.subject import modes
+
+        modes.poison(byte)
+
+    def prepare(self, loaded: Loaded, batch: Batch, mode: Mode) -> Callable[[Batch], torch.Tensor]:
+        """Raises RunFailed."""
+        if not isinstance(loaded.handle, _Layer):
+            from harness.subject import vllm_direct
+
+            return vllm_direct.prepare(loaded, batch, mode)
+        from harness.subject import modes
+
+        layer = loaded.handle
+        return modes.prepare(layer.config, lambda *each: layer.module(*each), lambda b: (b.hidden_states, b.router_logits), batch, mode)
+
+    def scale_in_place(self, loaded: Loaded, factor: float) -> tuple[str, ...]:
+        """Names of the tensors."""
+        from harness.subject import modes
+
+        return modes.scale_in_place(loaded, factor)
+
+    def operand_swaps(self, allowed: bool) -> AbstractContextManager[list[bool]]:
+        """What was chosen, as it is chosen."""
+        from harness.subject import modes
+
+        return modes.operand_swaps(allowed)
+
+    def free_bytes(self) -> int:
+        """Of the device."""
+        from harness.subject import modes
+
+        return modes.free_bytes()
 
     def run(self, loaded: Loaded, batch: Batch) -> Ran:
         """One forward of ``batch``.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cases.case import Level
 from cases.generate import pairs
 from cases.lattice_pairs import lattice_pairs
-from harness import ledger
+from harness import device_checks, ledger
 from harness.backends import has_entry
 from harness.environment import version
 from harness.loading import questions
@@ -45,11 +45,13 @@ def stale(options: Options) -> list[str]:
 
 
 def ids(level: Level, backend: Backend) -> list[tuple[str, Entry]]:
-    """What entries may speak of: pairs, lattice pairs, ``relation:case`` of these, and ``question:case`` of pairs that are loaded."""
+    """What entries may speak of: pairs, lattice pairs, ``relation:case`` of these, ``question:case`` of pairs that are loaded,
+    ``check:case`` of pairs that a GPU is checked with."""
     dense, exact = ([pair for pair in of(level) if has_entry(pair[1], backend)] for of in (pairs, lattice_pairs))
     related = [(f"{relation}:{case.id}", entry) for case, entry in exact for relation in asked(case, entry, backend)]
     loads = [(f"{each.question}:{each.pair.case.id}", each.pair.entry) for each in questions(level, backend)]
-    return [*((case.id, entry) for case, entry in (*dense, *exact)), *related, *loads]
+    checks = [(f"{each.check}:{each.pair.case.id}", each.pair.entry) for each in device_checks.of(level, backend)]
+    return [*((case.id, entry) for case, entry in (*dense, *exact)), *related, *loads, *checks]
 
 
 def last_record(directory: Path, worker: str, node_id: str) -> Record | None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from harness import ledger, loading
+from harness import device_checks, ledger, loading
 from harness.backends import SPECS
 from harness.exits import Exit, Misuse
 from harness.gpus import cores, visible_gpus, worker_count, worker_environment
@@ -96,21 +96,24 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test per pair, per question about its loading, and per exact relation of each lattice pair."""
+    """One test per pair, per question about its loading, per exact relation of each lattice pair, and per check of the device."""
     if "pair" in metafunc.fixturenames:
         pairs = metafunc.config.stash[OPTIONS].pairs()
         metafunc.parametrize("pair", pairs, ids=[pair.id for pair in pairs])
     if "loading" in metafunc.fixturenames:
         asked = loading.chosen(metafunc.config.stash[OPTIONS])
         metafunc.parametrize("loading", asked, ids=[each.id for each in asked])
+    if "checked" in metafunc.fixturenames:
+        checked = device_checks.checks(metafunc.config.stash[OPTIONS])
+        metafunc.parametrize("checked", checked, ids=[each.id for each in checked])
     if "related" in metafunc.fixturenames:
         related = metafunc.config.stash[OPTIONS].related()
         metafunc.parametrize("related", related, ids=[each.id for each in related])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Cases named may have no exact relations, or no questions about loading: no test, rather than a skipped one."""
-    optional = {"related", "loading"}
+    """Cases named may have no relations or questions, and a lane no device: no test, rather than a skipped one."""
+    optional = {"related", "loading", "checked"}
     items[:] = [i for i in items if i.get_closest_marker("skip") is None or not optional & set(getattr(i, "fixturenames", ()))]
 
 

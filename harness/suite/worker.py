@@ -7,16 +7,19 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from cases.bad_checkpoints import Bad
 from cases.case import Entry
 from harness import device_loss, ledger
+from harness.device_checks import DeviceCheck
 from harness.environment import environment, version
 from harness.ledger import Judged, Ledger, Standing
 from harness.loading import Question
 from harness.pairs import repeat
 from harness.relations import Relation
-from harness.subject import OnDevice, TakesViews
-from harness.subject.loading import WatchedLoading
+from harness.subject import HasModes, OnDevice, TakesViews
+from harness.subject.loading import Loads
 from harness.suite import subjects
+from harness.verdict import Outcome
 from reports.records import Record, Recorder, Start, Status, broke
 
 if TYPE_CHECKING:
@@ -81,12 +84,13 @@ class Worker:
         subject = subjects.open_subject(self._options.subject, self._options.backend)
         self._recorder.opened(subject.name, time.perf_counter() - began)
         self._device = subject if isinstance(subject, OnDevice) else None
+        self._modes = subject if isinstance(subject, HasModes) else None
         self._subject, self._loader = Staged(subject, self._recorder), subject
         self._drive = Drive(self._subject)
         self._environment = {**environment(), "subject": subject.name}
 
-    def run(self, pair: Pair, relation: Relation | Question | None = None) -> Record:
-        """The record of the pair, or of one exact relation or question about loading asked of it, written before it is returned."""
+    def run(self, pair: Pair, relation: Relation | Question | Bad | DeviceCheck | None = None) -> Record:
+        """The record of the pair, or of one relation, question about loading or device check asked of it, written before it is returned."""
         options = self._options
         start = Start(
             case=pair.case.id,
@@ -137,22 +141,29 @@ class Worker:
             self._drive.forget()
         return device_loss.verdict(detail, self._recorder.last_stage, self._device.recover())
 
-    def _result(self, pair: Pair, relation: Relation | Question | None) -> PairResult:
-        if isinstance(relation, Question):
+    def _result(self, pair: Pair, relation: Relation | Question | Bad | DeviceCheck | None) -> PairResult:
+        if isinstance(relation, Question | Bad):
             from harness.load_run import ask
 
-            assert isinstance(self._loader, WatchedLoading)
+            assert isinstance(self._loader, Loads)
             self._recorder.stage("load")
             return ask(relation, pair, self._options.backend, self._loader)
         if relation is None:
             from harness.pipeline import run_pair
 
             return run_pair(pair.case, pair.entry, self._options.backend, self._subject)
+        if isinstance(relation, DeviceCheck):
+            from harness.device_asked import run_check
+
+            if self._modes is None:
+                raise TypeError(f"{self._subject.name} has no device to be checked")
+            self._recorder.stage(relation.value)
+            return run_check(relation, pair, self._options.backend, self._modes)
         from harness.exact import run_relation
 
         return run_relation(relation, pair, self._options.backend, self._drive)
 
-    def _judge(self, verdict: Verdict, pair: Pair, relation: Relation | Question | None) -> Judged:
+    def _judge(self, verdict: Verdict, pair: Pair, relation: Relation | Question | Bad | DeviceCheck | None) -> Judged:
         """An entry about ``relation:case`` or ``question:case`` is strict; one about the case is strict for the pair itself and its
         REFERENCE relation.
 
@@ -161,8 +172,10 @@ class Worker:
         case, entry, backend, here = pair.case.id, pair.entry, self._options.backend, version("vllm") or ""
         if relation is None or relation is Relation.REFERENCE:
             return self._ledger.judge(verdict, case, entry, backend, here)
+        if verdict.outcome is Outcome.UNAVAILABLE:  # a device check for which this GPU is too small
+            return Judged(standing=Standing.CLEAN)
         judged = self._ledger.judge(verdict, f"{relation}:{case}", entry, backend, here)
-        if judged.issue is not None or isinstance(relation, Question):
+        if judged.issue is not None or isinstance(relation, Question | Bad):
             return judged
         broad = self._ledger.judge(verdict, case, entry, backend, here)
         return Judged(standing=Standing.CLEAN) if broad.standing is Standing.STOPPED_FAILING else broad

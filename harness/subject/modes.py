@@ -1,0 +1,160 @@
+"""The same loaded layer on a GPU in other ways: replayed as a graph, compiled, on poisoned memory, with or without swapped operands."""
+
+from __future__ import annotations
+
+import contextlib
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from harness.subject import RunFailed, vllm_compat
+from harness.subject.errors import verbatim
+from harness.subject.hygiene import pristine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from cases.batch import Batch
+    from harness.subject import Loaded
+
+_GRANULE, _SMALL_POOL = 512, 2**20  # bytes: what the caching allocator rounds to; the largest request that its small pool serves
+_LARGE, _MANY = 64 * 2**20, 16  # more than any buffer of a case; so many blocks of the small pool
+
+
+class Mode(StrEnum):
+    """How a forward is executed."""
+
+    EAGER = "eager"
+    GRAPH = "CUDA graph"
+    COMPILED = "torch.compile(fullgraph=True)"
+
+
+def prepare(
+    config: Any, function: Callable[..., torch.Tensor], inputs: Callable[[Batch], tuple[torch.Tensor, ...]], batch: Batch, mode: Mode
+) -> Callable[[Batch], torch.Tensor]:
+    """``function`` of the buffers that ``inputs`` fills, prepared on ``batch``; called with a batch of its shape: output [M, H] on the CPU.
+
+    Raises:
+        RunFailed: vLLM raised, here or when the result is called.
+    """
+    buffers = tuple(each.to("cuda", copy=True) for each in inputs(batch))
+    run = {Mode.EAGER: lambda f, b: f, Mode.GRAPH: _graph, Mode.COMPILED: _compiled}[mode]
+
+    def within(what: Callable[[], Any]) -> Any:
+        try:
+            with pristine(), vllm_compat.forward_context(config, batch.hidden_states.shape[0]):
+                return what()
+        except Exception as error:
+            raise RunFailed(verbatim(error)) from error
+
+    ready = within(lambda: run(function, buffers))
+
+    def call(given: Batch) -> torch.Tensor:
+        for buffer, value in zip(buffers, inputs(given), strict=True):
+            buffer.copy_(value)
+        return within(lambda: ready(*buffers).detach().cpu().clone())
+
+    return call
+
+
+def _graph(function: Callable[..., torch.Tensor], buffers: tuple[torch.Tensor, ...]) -> Callable[..., torch.Tensor]:
+    """Warmed up on a side stream, captured once; its output is overwritten before each replay."""
+    held = tuple(buffer.clone() for buffer in buffers)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            function(*buffers)
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    for buffer, value in zip(buffers, held, strict=True):
+        buffer.copy_(value)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = function(*buffers)
+
+    def replay(*_: torch.Tensor) -> torch.Tensor:
+        output.view(torch.uint8).fill_(0xFF)
+        graph.replay()
+        return output
+
+    return replay
+
+
+def _compiled(function: Callable[..., torch.Tensor], buffers: tuple[torch.Tensor, ...]) -> Callable[..., torch.Tensor]:
+    torch.compiler.reset()
+    compiled: Callable[..., torch.Tensor] = torch.compile(function, fullgraph=True)
+    compiled(*(buffer.clone() for buffer in buffers))
+    return compiled
+
+
+def scale_in_place(loaded: Loaded, factor: float) -> tuple[str, ...]:
+    """Multiply every weight scale of the loaded layer, in place; their names. A power of two, so that each format holds the product."""
+    changed = []
+    for name, tensor in loaded.parameters.items():
+        if "scale" not in name or "input" in name or name.startswith(("a1", "a2")) or not tensor.numel():
+            continue
+        if tensor.dtype in (torch.float32, torch.bfloat16, torch.float16):
+            tensor.mul_(factor)
+        elif tensor.dtype is getattr(torch, "float8_e8m0fnu", None):
+            tensor.view(torch.uint8).add_(int(factor).bit_length() - 1)
+        else:
+            continue
+        changed.append(name)
+    return tuple(changed)
+
+
+def poison(byte: int) -> None:
+    """Fill memory that the allocator will hand out next with ``byte``: workspaces are dropped, its cached blocks overwritten.
+
+    Raises:
+        RuntimeError: fresh memory does not hold ``byte`` afterwards.
+    """
+    vllm_compat.drop_workspaces()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    sizes = [_LARGE, *[_SMALL_POOL] * _MANY]
+    held = [torch.empty(size, dtype=torch.uint8, device="cuda").fill_(byte) for size in sizes]
+    while _unused("large_pool"):  # fragments of blocks in use; a request this large always fits one
+        held.append(torch.empty(_SMALL_POOL + _GRANULE, dtype=torch.uint8, device="cuda").fill_(byte))
+    for _ in range(_unused("small_pool") // _GRANULE):
+        held.append(torch.empty(_GRANULE, dtype=torch.uint8, device="cuda").fill_(byte))
+    torch.cuda.synchronize()
+    held.clear()
+    for size in (_GRANULE, 2**16, _SMALL_POOL, 2**23):
+        if not bool((torch.empty(size, dtype=torch.uint8, device="cuda").cpu() == byte).all()):  # compared here: that allocates too
+            raise RuntimeError(f"{size} bytes of fresh device memory do not hold 0x{byte:02x} after poisoning")
+
+
+def _unused(pool: str) -> int:
+    """Bytes that the caching allocator holds in a pool and has not handed out."""
+    stats = torch.cuda.memory_stats()
+    return stats[f"reserved_bytes.{pool}.current"] - stats[f"allocated_bytes.{pool}.current"]
+
+
+@contextlib.contextmanager
+def operand_swaps(allowed: bool) -> Iterator[list[bool]]:
+    """Whether each GEMM that is asked swaps its operands, appended as it is asked; not ``allowed``: Triton's never does."""
+    seen: list[bool] = []
+    with contextlib.ExitStack() as stack:
+        for owner, name in vllm_compat.swap_choices():
+            original = getattr(owner, name)
+
+            def choose(*args: Any, _original: Any = original, **kwargs: Any) -> Any:
+                answer = _original(*args, **kwargs)
+                if answer is None:  # CUTLASS: told, not asked
+                    seen.append(bool(args[-1]))
+                    return None
+                seen.append(answer and allowed)
+                return seen[-1]
+
+            setattr(owner, name, choose)
+            stack.callback(setattr, owner, name, original)
+        yield seen
+
+
+def free_bytes() -> int:
+    """Device memory this process may still take."""
+    free, _ = torch.cuda.mem_get_info()
+    return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()

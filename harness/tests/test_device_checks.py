@@ -1,0 +1,147 @@
+"""Checks that only a GPU can fail, asked of a fake device: each holds when it is honest, and fails for the fault it is there for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cases.case import Level
+from cases.checkpoint import make_checkpoint
+from harness import device_asked
+from harness.backends import SPECS, Backend
+from harness.device_asked import Broken, run_check
+from harness.device_checks import CLAIMS, FAR, NOT_REPEATABLE, DeviceCheck, of
+from harness.environment import child_environ
+from harness.far import PAST, far_expert, far_rows
+from harness.pairs import Pair
+from harness.subject import HasModes
+from harness.tests.fake_device import FakeDevice, Planted
+from harness.verdict import Outcome, Verdict
+
+PAIR = min(
+    (each.pair for each in of(Level.SMOKE, Backend.TRITON) if each.check is DeviceCheck.SWAPPED_OPERANDS),
+    key=lambda pair: (pair.case.hidden * pair.case.intermediate * pair.case.experts, pair.case.tokens),
+)
+NEAR = [check for check in DeviceCheck if check not in FAR]
+CAUGHT = {
+    Planted.READS_FRESH_MEMORY: {DeviceCheck.POISONED_MEMORY},
+    Planted.LOADS_INTO_FRESH_MEMORY: {DeviceCheck.POISONED_MEMORY},
+    Planted.HOST_SCALAR: {DeviceCheck.REPLAYED_SCALES},
+    Planted.FIRST_BATCH: {DeviceCheck.REPLAYED_GRAPH},
+    Planted.COMPILED_CONSTANT: {DeviceCheck.COMPILED_SCALES},
+    Planted.UNSEEN: {DeviceCheck.REPLAYED_SCALES, DeviceCheck.COMPILED_SCALES},
+    Planted.SWAPPED_ROWS: {DeviceCheck.SWAPPED_OPERANDS},
+    Planted.UNSTEADY: {DeviceCheck.REPEATED_RUNS},
+}
+
+
+def ask(check: DeviceCheck, subject: FakeDevice, pair: Pair = PAIR) -> Verdict:
+    assert isinstance(subject, HasModes)
+    return run_check(check, pair, Backend.TRITON, subject).verdict
+
+
+@pytest.mark.parametrize("check", NEAR)
+def test_an_honest_device_passes(check: DeviceCheck) -> None:
+    assert ask(check, FakeDevice()).outcome is Outcome.PASS
+
+
+@pytest.mark.parametrize("planted", CAUGHT)
+def test_each_fault_fails_its_check_and_names_the_place(planted: Planted) -> None:
+    found = {check: ask(check, FakeDevice(planted)) for check in NEAR}
+    assert {check for check, verdict in found.items() if verdict.outcome in (Outcome.NOT_IDENTICAL, Outcome.NONDETERMINISTIC)} >= CAUGHT[
+        planted
+    ]
+    one = found[next(iter(CAUGHT[planted]))]
+    assert one.signature == next(iter(CAUGHT[planted])).name
+    assert "first at" in one.detail or "nothing moved" in one.detail
+
+
+def test_only_its_own_check_fails_for_a_graph_that_holds_a_host_scalar() -> None:
+    assert [check for check in NEAR if ask(check, FakeDevice(Planted.HOST_SCALAR)).outcome is not Outcome.PASS] == [
+        DeviceCheck.REPLAYED_SCALES
+    ]
+
+
+def test_a_device_that_never_swaps_is_out_of_reach() -> None:
+    assert ask(DeviceCheck.SWAPPED_OPERANDS, FakeDevice(swaps=False)).outcome is Outcome.UNAVAILABLE
+
+
+def test_a_bit_that_the_reference_allows_is_noted_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_asked.Place, "honest", lambda self, output: True)
+    told = ask(DeviceCheck.SWAPPED_OPERANDS, FakeDevice(Planted.SWAPPED_ROWS))
+    assert told.outcome is Outcome.PASS
+    assert "1 elements differ" in told.detail
+
+
+def test_a_lane_declared_not_repeatable_must_stay_within_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(NOT_REPEATABLE, Backend.TRITON, "atomic additions")
+    told = ask(DeviceCheck.REPEATED_RUNS, FakeDevice(Planted.UNSTEADY))
+    assert told.outcome is Outcome.MISMATCH
+    assert "atomic additions" in told.claim
+
+
+@pytest.mark.parametrize("check", FAR)
+def test_a_device_too_small_is_said_to_be(check: DeviceCheck) -> None:
+    told = ask(check, FakeDevice(free=2**30))
+    assert (told.outcome, told.claim.partition(" GiB")[0].split()[:2]) == (Outcome.UNAVAILABLE, ["it", "needs"])
+
+
+def test_far_layers_are_past_the_edge_and_share_their_memory_here() -> None:
+    far = far_expert(PAIR.case)
+    last = far.case.experts - 1
+    assert last * far.case.hidden * far.case.intermediate > PAST
+    assert far.checkpoint.tensors["0.down_proj.weight"] is far.checkpoint.tensors[f"{last}.down_proj.weight"]
+    assert not torch.equal(far.checkpoint.tensors["0.down_proj.weight"], far.checkpoint.tensors["1.down_proj.weight"])
+    assert [set(batch.router_logits.argmax(1).tolist()) for batch in far.batches] == [{0}, {last}]
+    rows = far_rows(PAIR.case)
+    assert rows.case.tokens * rows.case.top_k * rows.case.w13_rows > PAST
+    assert torch.equal(rows.batches[0].hidden_states[: rows.period], rows.batches[0].hidden_states[-rows.period :])
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_offsets_of_32_bits_show_as_another_output_of_the_copy(monkeypatch: pytest.MonkeyPatch, short: bool) -> None:
+    class Offsets(FakeDevice):
+        """An output that says which expert's memory was read."""
+
+        def load(self, case, entry, checkpoint):  # type: ignore[no-untyped-def]
+            return replace(super().load(PAIR.case, PAIR.entry, make_checkpoint(PAIR.case)), handle=case)
+
+        def run(self, loaded, batch):  # type: ignore[no-untyped-def]
+            expert = int(batch.router_logits.argmax(1)[0])
+            wrapped = short and expert * loaded.handle.hidden * loaded.handle.intermediate >= PAST
+            output = torch.ones(4, 8) * (2 if wrapped else 1)
+            return type("Ran", (), {"output": output})()
+
+    verdict = ask(DeviceCheck.FAR_EXPERT, Offsets())
+    assert verdict.outcome is (Outcome.NOT_IDENTICAL if short else Outcome.PASS)
+
+
+def test_every_check_has_a_claim_and_is_asked_somewhere() -> None:
+    assert set(CLAIMS) == set(DeviceCheck) == set(device_asked.ASKED)
+    assert {each.check for backend in Backend for each in of(Level.NIGHTLY, backend)} == set(DeviceCheck)
+
+
+def test_lanes_without_a_device_are_asked_nothing() -> None:
+    assert {backend for backend in Backend if of(Level.NIGHTLY, backend)} <= {backend for backend in Backend if SPECS[backend].needs_gpu}
+    assert of(Level.NIGHTLY, Backend.INTERPRETER) == ()
+    assert not [each for each in of(Level.SMOKE, Backend.TRITON) if each.check in FAR]
+
+
+def test_what_broke_is_told_in_one_line() -> None:
+    broken = next(device_asked._same("a against b", torch.ones(2, 2), torch.tensor([[1.0, 2.0], [1.0, 1.0]])))
+    assert isinstance(broken, Broken)
+    assert str(broken) == "a against b: 1 elements differ, first at [0, 1]: expected 1 (0x3f800000), actual 2 (0x40000000)"
+
+
+def test_collecting_them_imports_no_torch() -> None:
+    code = "import sys, json; import harness.device_checks as d; from harness.backends import Backend; from cases.case import Level; "
+    code += "n = len(d.of(Level.SMOKE, Backend.TRITON)); print(json.dumps([n, sorted({'torch', 'vllm'} & set(sys.modules))]))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=child_environ())
+    count, heavy = json.loads(done.stdout)
+    assert count > 50
+    assert heavy == []
