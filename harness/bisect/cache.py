@@ -6,15 +6,19 @@ used. Every process that holds a tree keeps a shared lock on its ``about.json``;
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
+
+from harness.bisect.trouble import StateError
 
 GIB = 1 << 30
 DEFAULT_LIMIT = 12 * GIB  # bytes; a release is about 1 GiB, a revision about 60 MiB
@@ -46,18 +50,35 @@ class Cache:
 
     @contextmanager
     def tree(self, key: str, what: str, build: Callable[[Path], None]) -> Iterator[Path]:
-        """The tree of ``key``, built by ``build(folder)`` when it is not there; held until the block ends."""
-        self.root.mkdir(parents=True, exist_ok=True)
+        """The tree of ``key``, built by ``build(folder)`` when it is not there; held until the block ends.
+
+        Raises:
+            StateError: the cache cannot be written to, or the disk is full.
+        """
+        try:
+            held = self._hold(key, what, build)
+        except OSError as error:
+            raise StateError(self._sentence(error)) from error
+        with held:
+            yield self.root / key / "tree"
+        self.evict(self.limit)
+
+    def _hold(self, key: str, what: str, build: Callable[[Path], None]) -> IO[bytes]:
         place = self.root / key
         with self._locked(f"{key}.lock", fcntl.LOCK_EX):
-            if not place.is_dir():
+            if built := not place.is_dir():
                 self._build(place, what, build)
             held = (place / "about.json").open("rb")
             fcntl.flock(held, fcntl.LOCK_SH)
-        with held:
-            os.utime(place / "about.json")
-            yield place / "tree"
-        self.evict(self.limit)
+        os.utime(place / "about.json")
+        if built:
+            self.evict(self.limit)
+        return held
+
+    def _sentence(self, error: OSError) -> str:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return f"{self.root} has no room for another tree: `moediff cache --clear` empties it, MOEDIFF_CACHE names another folder"
+        return f"the cache {self.root} cannot be used ({error.strerror or error}): name a folder that can be written to with MOEDIFF_CACHE"
 
     def _build(self, place: Path, what: str, build: Callable[[Path], None]) -> None:
         part = self.root / f"{place.name}.part"
@@ -74,7 +95,9 @@ class Cache:
         """What is there, the least recently used first."""
         found = []
         for about in self.root.glob("*/about.json"):
-            if about.parent.suffix != ".part":
+            if about.parent.suffix == ".part":
+                continue
+            with suppress(FileNotFoundError):  # another process has just removed it
                 said = json.loads(about.read_text())
                 found.append(Entry(key=about.parent.name, what=said["what"], size=said["size"], used=about.stat().st_mtime))
         return sorted(found, key=lambda entry: (entry.used, entry.key))

@@ -16,12 +16,13 @@ from typing import Any, NoReturn
 
 from cases.case import Entry, InvalidCase, Level
 from harness import preflight
+from harness.backends import has_entry
 from harness.bisect import report
 from harness.bisect.cache import GIB, Cache, default_root
-from harness.bisect.differences import Difference, Symptom, compare, first_difference
+from harness.bisect.differences import Difference, Symptom, changed_bits, compare, first_difference
 from harness.bisect.hunt import Answer, Hunt, Log, RegressOn, judge, overall
 from harness.bisect.installation import Installation
-from harness.bisect.observe import Observation, kept_name
+from harness.bisect.observe import kept_name
 from harness.bisect.repository import Repository
 from harness.bisect.revisions import into_merges, line
 from harness.bisect.search import Ambiguous, Found, NotFound, Result, Status, turns
@@ -33,7 +34,7 @@ from harness.commands.output import say
 from harness.environment import environment
 from harness.exits import Misuse
 from harness.pairs import Pair, parse_entry, parse_level, select
-from harness.suite.options import OUT, parse_backend
+from harness.suite.options import parse_backend
 
 EPILOG = "exit codes, as `git bisect run` takes them: 0 good, 1 bad, 125 cannot tell, 128 misuse"
 Subparsers = Any  # argparse gives its type no public name
@@ -93,6 +94,7 @@ def _command(commands: Subparsers, name: str, what: str, handler: Callable[[argp
             command.parse_known_args = parse_all  # type: ignore[assignment, method-assign]
         if unknown:
             refuse(f"unrecognized arguments: {' '.join(unknown)}")
+        found.typed = [name, *arguments]
         return found, unknown
 
     # git bisect would take argparse's own exit code 2 for a verdict, and cases may stand before and after options
@@ -107,6 +109,9 @@ def _guarded(handler: Callable[[argparse.Namespace], int], arguments: argparse.N
         return int(handler(arguments))
     except StateError:
         raise
+    except KeyboardInterrupt:
+        goes_on = ": the same command with --resume goes on from here" if hasattr(arguments, "resume") else ""
+        raise StateError(f"interrupted{goes_on}") from None
     except (Misuse, InvalidCase) as error:
         raise StateError(str(error)) from None
     except Exception:  # noqa: BLE001 - Python would end with 1, which says "bad"
@@ -130,40 +135,55 @@ def _plan(arguments: argparse.Namespace, cases: Sequence[str], *, controls: bool
         return Plan(pairs=(), backend=backend, script=script)
     preflight.check(backend, "vllm")
     entry = None if arguments.entry is None else parse_entry(arguments.entry)
-    return Plan(pairs=select(parse_level(arguments.level), cases, entry), backend=backend, controls=controls)
+    chosen = select(parse_level(arguments.level), cases, entry)
+    pairs = tuple(pair for pair in chosen if has_entry(pair.entry, backend))
+    if not pairs:
+        raise StateError(f"backend '{backend}' has no entry '{chosen[0].entry}': leave --entry out, or name another backend")
+    return Plan(pairs=pairs, backend=backend, controls=controls)
 
 
 def _cache() -> Cache:
     return Cache(default_root())
 
 
-def _again() -> str:
-    return shlex.join(["moediff", *sys.argv[1:]])
+def _again(arguments: argparse.Namespace, plan: Plan, meant: Mapping[str, str]) -> str:
+    """The command as typed, with what ``meant`` says in place of words whose meaning moves: a branch, or this machine's backend."""
+    words = []
+    for word in arguments.typed:
+        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        words.append(f"{option}{equals}{meant.get(value, value)}")
+    backend = [] if arguments.backend else ["--backend", plan.backend.value]
+    return shlex.join(["moediff", *(word for word in words if word != "--resume"), *backend])
 
 
 def compare_states(arguments: argparse.Namespace) -> int:
     """Run the same pairs, bytes and seeds in several vLLMs, each in a process of its own, and show what differs."""
-    states, cases = _states_of(arguments)
+    states, cases, typed = _states_of(arguments)
     plan = _plan(arguments, cases, controls=arguments.controls)
     cache, installed = _cache(), Installation.find()
     with ExitStack() as held, tempfile.TemporaryDirectory(prefix="moediff-") as folder:
         trees = [held.enter_context(planted(state, cache, installed)) for state in states]
         runs = run(trees, plan, keep=Path(folder))
         differences = _differences(runs, Path(folder), bits=arguments.bits, speed=arguments.speed)
-    say(report.comparison(runs, differences, len(runs[0].observations), _again(), environment()))
+    meant = {text: tree.stated for text, tree in zip(typed, trees, strict=True)} if arguments.state else {typed[0]: trees[1].sha}
+    say(report.comparison(runs, differences, _again(arguments, plan, meant), environment()))
     if any(each.unavailable for each in runs):
         return Exit.CANNOT_TELL
-    return Exit.BAD if differences else Exit.GOOD
+    if any(each.symptom is not Symptom.UNAVAILABLE for found in differences.values() for _, _, each in found):
+        return Exit.BAD
+    every = [observation for each in runs for observation in each.observations.values()]
+    return Exit.GOOD if all(map(report.tried, every)) else Exit.CANNOT_TELL
 
 
-def _states_of(arguments: argparse.Namespace) -> tuple[list[State], list[str]]:
+def _states_of(arguments: argparse.Namespace) -> tuple[list[State], list[str], list[str]]:
+    """The states, the case ids, and the words that named the states."""
     if arguments.state:
         states = [parse(text, arguments.repo) for text in arguments.state]
         if len(states) < 2:
             raise StateError("one state has nothing to be compared with: give --state twice or more")
         if len({state.name for state in states}) < len(states):
             raise StateError("two states have the same name: write --state NAME=STATE")
-        return states, arguments.words
+        return states, arguments.words, arguments.state
     if not arguments.words:
         raise StateError("name a revision to compare with its parent, or states with --state NAME=STATE")
     repository = Repository.at(arguments.repo or Path())
@@ -172,7 +192,7 @@ def _states_of(arguments: argparse.Namespace) -> tuple[list[State], list[str]]:
     states = [
         State(name=name, base=Revision(repository=repository.path, revision=sha)) for name, sha in (("before", before), ("after", after))
     ]
-    return states, arguments.words[1:]
+    return states, arguments.words[1:], arguments.words[:1]
 
 
 def _differences(
@@ -187,7 +207,9 @@ def _differences(
             if difference is not None:
                 if difference.symptom is not Symptom.UNAVAILABLE:
                     name = kept_name(pair)
-                    difference = replace(difference, first=first_difference(difference, kept / "0" / name, kept / str(number) / name))
+                    first_of = first_difference(difference, kept / "0" / name, kept / str(number) / name)
+                    listed = f"{changed_bits(difference)} changed; " if difference.symptom is Symptom.BITS else ""
+                    difference = replace(difference, first=f"{listed}{first_of}")
                 found.setdefault(pair, []).append((first, other, difference))
     return found
 
@@ -209,7 +231,7 @@ def bisect(arguments: argparse.Namespace) -> int:
         "regress-on": on.value,
         "vllm": installed.version,
     }
-    log = OUT / "bisect" / hashlib.sha256(repr(asked).encode()).hexdigest()[:12]
+    log = cache.root / "searches" / hashlib.sha256(repr(asked).encode()).hexdigest()[:12]
 
     def run_at(revision: str, pairs: Sequence[Pair]) -> StateRun:
         with planted(through.state(revision), cache, installed) as tree:
@@ -235,17 +257,19 @@ def bisect(arguments: argparse.Namespace) -> int:
             answers=hunt.log.answers,
             on=on,
             turns=turns(through.names, hunt.log.statuses),
-            failing=_failing(hunt, _shown(result, on, through.names)),
+            failing=list(hunt.log.observed(_shown(result, on, through.names)).values()),
+            turned=_turned(hunt.log, result),
             commits=through.commits(result),
             touched={name: through.repository.touched(name) for name in through.commits(result)} if through.repository else {},
             merged=merged,
-            trees=[run.tree for run in hunt.seen.values()],
+            trees=hunt.trees,
         ),
-        _again(),
+        _again(arguments, plan, {arguments.good: through.names[0], arguments.bad: through.names[-1]} if through.repository else {}),
         environment(),
     )
     log.with_suffix(".md").write_text(page)
     say(page)
+    sys.stderr.write(f"this page: {log.with_suffix('.md')}\n")
     if isinstance(result, Found):
         return Exit.GOOD
     return Exit.CANNOT_TELL if isinstance(result, Ambiguous) else Exit.BAD
@@ -258,10 +282,13 @@ def _shown(result: Result, on: RegressOn, names: Sequence[str]) -> str:
     return result.culprit if isinstance(result, Found) else names[-1]
 
 
-def _failing(hunt: Hunt, revision: str) -> list[Observation]:
-    """What was observed there; of a resumed search, in this run only."""
-    run = hunt.seen.get(revision)
-    return [] if run is None else [each for pair, each in run.observations.items() if pair in hunt.log.targets]
+def _turned(log: Log, result: Result) -> list[Difference]:
+    """How the pairs searched with differ between the last good revision and the culprit, when both were run."""
+    if not isinstance(result, Found):
+        return []
+    before, after = log.observed(result.last_good), log.observed(result.culprit)
+    found = [compare(before[pair], after[pair]) for pair in after if pair in before]
+    return [replace(each, first=changed_bits(each)) for each in found if each is not None]
 
 
 def _progress(revision: str, answer: Answer) -> None:

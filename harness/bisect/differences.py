@@ -100,6 +100,16 @@ def _slower(before: Observation, after: Observation) -> bool:
     return _apart(a, b, SPEED) and abs(a - b) >= SPEED_SECONDS
 
 
+def changed_bits(difference: Difference) -> str:
+    """Every parameter whose bits differ after loading, and whether the output's do, in words; "" where a side has none of them."""
+    old, new = difference.before, difference.after
+    if not (old.parameters and new.parameters) and not (old.output and new.output):
+        return ""
+    names = [name for name in {**old.parameters, **new.parameters} if old.parameters.get(name) != new.parameters.get(name)]
+    parts = [f"parameter{'s' if len(names) > 1 else ''} {', '.join(names)}"] if names else []
+    return " and ".join([*parts, *(["the output"] if old.output and new.output and old.output != new.output else [])])
+
+
 def first_difference(difference: Difference, before: Path, after: Path) -> str:
     """In words: the first parameter that differs after loading, else the first output element, from tensors that the workers kept."""
     old, new = difference.before, difference.after

@@ -12,6 +12,7 @@ from typing import Protocol
 from harness.bisect.observe import Observation
 from harness.bisect.search import Result, Status, first_bad
 from harness.bisect.states import StateRun
+from harness.bisect.trees import Tree
 from harness.bisect.trouble import StateError, StateUnavailable
 from harness.pairs import Pair
 from harness.verdict import Outcome
@@ -66,6 +67,7 @@ class Log:
     asked: dict[str, str]  # what was searched, as given: another search must not use this log
     answers: dict[str, Answer] = field(default_factory=dict)
     targets: dict[str, str] = field(default_factory=dict)  # pair -> signature at the bad end; the pairs still run
+    seen: dict[str, dict[str, Observation]] = field(default_factory=dict)  # revision -> pair -> what a probe observed, of the pairs above
 
     @classmethod
     def start(cls, path: Path | None, asked: dict[str, str], *, resume: bool) -> Log:
@@ -80,6 +82,7 @@ class Log:
                 raise StateError(f"{path} is the log of another search ({', '.join(changed)} differ): leave --resume out")
             log.targets = said["targets"]
             log.answers = {name: Answer(**each | {"status": Status(each["status"])}) for name, each in said["answers"].items()}
+            log.seen = {name: {pair: Observation.from_dict(each) for pair, each in pairs.items()} for name, pairs in said["seen"].items()}
         return log
 
     def note(self, revision: str, answer: Answer) -> None:
@@ -88,7 +91,18 @@ class Log:
         if self.path:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             answers = {name: asdict(each) for name, each in self.answers.items()}
-            self.path.write_text(json.dumps({"asked": self.asked, "targets": self.targets, "answers": answers}, indent=1))
+            seen = {name: {pair: each.to_dict() for pair, each in pairs.items()} for name, pairs in self.seen.items()}
+            whole = {"asked": self.asked, "targets": self.targets, "answers": answers, "seen": seen}
+            part = self.path.with_suffix(".part")
+            part.write_text(json.dumps(whole))
+            part.replace(self.path)  # a search that is killed while it writes can still be resumed
+
+    def observed(self, revision: str) -> dict[str, Observation]:
+        """What was seen there, or in equal sources, of the pairs searched with; empty where it could not be run."""
+        key = self.answers[revision].key if revision in self.answers else ""
+        ran = [revision, *(name for name, answer in self.answers.items() if key and answer.key == key)]
+        seen = next((self.seen[name] for name in ran if name in self.seen), {})
+        return {pair: each for pair, each in seen.items() if pair in self.targets}
 
     @property
     def statuses(self) -> Mapping[str, Status]:
@@ -106,7 +120,7 @@ class Runner(Protocol):
 
 @dataclass(slots=True)
 class Hunt:
-    """One search. ``seen`` keeps what the probes observed, for the report."""
+    """One search. ``trees`` keeps what the probes ran, for the report."""
 
     pairs: tuple[Pair, ...]
     on: RegressOn
@@ -114,7 +128,7 @@ class Hunt:
     log: Log
     key_of: Callable[[str], str]  # the key of a revision's tree, without running it; raises StateUnavailable
     tell: Callable[[str, Answer], None] = lambda _revision, _answer: None
-    seen: dict[str, StateRun] = field(default_factory=dict)
+    trees: list[Tree] = field(default_factory=list)
 
     def search(self, revisions: Sequence[str]) -> Result:
         """The first bad one. Of many pairs only those that tell the ends apart are run in between."""
@@ -145,11 +159,12 @@ class Hunt:
             run = self.run(revision, pairs)
         except StateUnavailable as error:
             return Answer(status=Status.UNKNOWN, why=str(error))
-        self.seen[revision] = run
+        self.trees.append(run.tree)
         key = run.tree.key
         seen = run.observations
         if bad_end and not self.log.targets:
             self.log.targets = {name: each.signature for name, each in seen.items() if self._shows(each)}
+        self.log.seen[revision] = {name: each for name, each in seen.items() if name in self.log.targets}
         status = {name: judge(each, self.on, self.log.targets.get(name, "")) for name, each in seen.items()}
         if good_end:
             telling = [name for name, each in status.items() if each is Status.GOOD and name in self.log.targets]

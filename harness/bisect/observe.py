@@ -142,24 +142,25 @@ class Watched:
 
 
 def control(case: MoECase, entry: Entry, subject: Subject) -> str:
-    """Double every scale of one expert that has no tokens, and say whether the output is "identical" or "changed"; "" without one.
+    """Double every weight scale of the expert without tokens, and say whether the output is "identical" or "changed".
 
-    Whatever a kernel does with its scales, those of an expert that nobody is routed to cannot matter.
+    "" where there is no such expert, the checkpoint has no scales, or their format cannot hold the double of each.
     """
-    from dataclasses import replace
-
-    import torch
-
     from cases.batch import make_batch
+    from cases.case import InvalidCase, Origin
     from cases.checkpoint import make_checkpoint
-    from harness.expected import routing
+    from cases.perturb import Spot, perturb
+    from cases.roles import empty_expert
 
-    checkpoint, batch = make_checkpoint(case), make_batch(case)
-    routed = set(routing(case, batch).topk_ids.flatten().tolist())
-    idle = next((expert for expert in range(case.experts) if expert not in routed), None)
-    scales = [name for name in checkpoint.tensors if name.startswith(f"{idle}.") and ".weight_scale" in name]
-    if idle is None or not scales:
+    expert = empty_expert(case)
+    if expert is None or case.origin is not Origin.PREQUANTIZED:
         return ""
-    doubled = replace(checkpoint, tensors=checkpoint.tensors | {name: checkpoint.tensors[name] * 2 for name in scales})
-    plain, other = (subject.run(subject.load(case, entry, each), batch).output for each in (checkpoint, doubled))
-    return "identical" if torch.equal(plain, other) else "changed"
+    plain, batch = make_checkpoint(case), make_batch(case)
+    doubled = plain
+    try:
+        for projection in case.projections:
+            doubled = perturb(case, doubled, Spot(expert=expert, projection=projection), 2.0)
+    except InvalidCase:
+        return ""
+    before, after = (subject.run(subject.load(case, entry, each), batch).output for each in (plain, doubled))
+    return "identical" if digest(before) == digest(after) else "changed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,13 +21,17 @@ _COMPILED = ("csrc/", "cmake/", "CMakeLists.txt", "setup.py", "rust/")
 
 
 def cell(observation: Observation) -> str:
-    """One state's column: outcome, margin, signature, and what the control did when it failed."""
+    """One state's column: outcome, margin (0: every element equals the reference), signature, error, and a control that failed."""
     verdict = observation.verdict
     words = [verdict.outcome.value]
-    if verdict.margin is not None:
-        words.append(f"margin {verdict.margin:.3g}")
+    if verdict.margin is not None and math.isfinite(verdict.margin):
+        words.append("equal" if verdict.margin == 0 else f"margin {verdict.margin:.3g}")
     if verdict.signature and verdict.outcome is not Outcome.UNAVAILABLE:
         words.append(verdict.signature if len(verdict.signature) <= _CELL else verdict.signature[: _CELL - 1] + "…")
+    match verdict.spread.get("elements"):
+        case [int(bad), int(every)] if bad and (worst := verdict.worst):
+            words.append(f"{bad} of {every} elements")
+            words.append(f"{worst['actual']:.9g} for {worst['expected']:.9g} at {worst['index']}")
     if observation.control == "changed":
         words.append("CONTROL CHANGED")
     return ", ".join(words).replace("|", "\\|")
@@ -35,12 +40,12 @@ def cell(observation: Observation) -> str:
 def comparison(
     runs: Sequence[StateRun],
     differences: Mapping[str, Sequence[tuple[StateRun, StateRun, Difference]]],
-    pairs: int,
     command: str,
     environment: Mapping[str, str],
 ) -> str:
     """The page of ``compare``: only what differs, first as a table, then in words."""
     names = [run.tree.state.name for run in runs]
+    pairs = len(runs[0].observations)
     lines = [f"## {len(differences)} of {pairs} pairs differ between {', '.join(names)}", ""]
     if differences:
         lines += ["| pair | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
@@ -59,8 +64,16 @@ def comparison(
     if controls:
         held = "identical in every state" if set(controls) == {"identical"} else f"changed {controls.count('changed')} times"
         lines += [f"Control (every scale of an expert without tokens doubled; {len(controls)} runs): output {held}.", ""]
+    untried = [each for each in runs[0].observations.values() if each.pair not in differences and not tried(each)]
+    if untried and not runs[0].unavailable:
+        lines += [f"{len(untried)} of the others could not be tried in any state, the first `{untried[0].pair}`: {told(untried[0])}", ""]
     lines += _states(runs)
     return "\n".join([*lines, *_environment(environment), *_again(command)])
+
+
+def tried(observation: Observation) -> bool:
+    """False for what says nothing, neither good nor bad."""
+    return observation.verdict.outcome is not Outcome.UNAVAILABLE
 
 
 def told(observation: Observation) -> str:
@@ -93,6 +106,7 @@ class Searched:
     on: RegressOn
     turns: Sequence[tuple[str, str]]
     failing: Sequence[Observation]  # at the culprit, or at the bad end
+    turned: Sequence[Difference]  # between the last good one and the culprit
     commits: Mapping[str, Commit]  # of the candidates; empty for releases
     touched: Mapping[str, Sequence[str]]  # candidate -> paths
     merged: str = ""  # the merge that brought the culprit in, or a sentence on why it was not entered
@@ -120,6 +134,13 @@ def search(found: Searched, command: str, environment: Mapping[str, str]) -> str
             f"- the history turns more than once (reverts?): the probes disagree between {places}; the answer is one of these places"
         )
     lines.append("")
+    if isinstance(result, Found) and found.turned:
+        ends = (_short(result.last_good), _short(result.culprit))
+        lines += ["| pair | {} | {} | stage × symptom | bits that differ |".format(*ends), "|---|---|---|---|---|"]
+        for each in found.turned:
+            cells = (f"`{each.pair}`", cell(each.before), cell(each.after), f"{each.stage} × {each.symptom}", each.first)
+            lines.append("| " + " | ".join(cells) + " |")
+        lines.append("")
     for observation in found.failing:
         lines += [f"**`{observation.pair}`**", f"- {told(observation)}" if told(observation) else f"- {observation.verdict.outcome}", ""]
     lines += ["| probe | answer | what was seen |", "|---|---|---|"]

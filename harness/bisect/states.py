@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Event
 
 from harness.backends import SPECS, Backend
 from harness.bisect.observe import NO_STATE, Observation, unavailable
@@ -61,13 +62,23 @@ def run(trees: Sequence[Tree], plan: Plan, *, keep: Path | None = None) -> list[
     Raises:
         WorkerBroke: the harness itself failed.
     """
+    stop = Event()
     with ThreadPoolExecutor(max_workers=max(1, min(cores(), len(trees)))) as pool:
-        jobs = [pool.submit(run_one, tree, plan, keep=keep and keep / str(i), lane=i) for i, tree in enumerate(trees)]
-        return [job.result() for job in jobs]
+        jobs = [pool.submit(run_one, tree, plan, keep=keep and keep / str(i), lane=i, stop=stop) for i, tree in enumerate(trees)]
+        try:
+            return [job.result() for job in jobs]
+        except BaseException:
+            stop.set()  # leaving the pool waits for its threads
+            raise
 
 
-def run_one(tree: Tree, plan: Plan, *, keep: Path | None = None, lane: int = 0) -> StateRun:
-    """Every pair in one tree. A worker that dies is named by the pair it died in, and another goes on with the rest."""
+def run_one(tree: Tree, plan: Plan, *, keep: Path | None = None, lane: int = 0, stop: Event | None = None) -> StateRun:
+    """Every pair in one tree. A worker that dies is named by the pair it died in, and another goes on with the rest.
+
+    Raises:
+        WorkerBroke: the harness itself failed, or ``stop`` was set meanwhile.
+    """
+    stop = stop or Event()
     if plan.script:
         return _run_script(plan.script, tree, plan.backend, lane)
     if keep:
@@ -79,12 +90,12 @@ def run_one(tree: Tree, plan: Plan, *, keep: Path | None = None, lane: int = 0) 
                 pairs=tuple((pair.case.id, pair.entry.value) for pair in left),
                 backend=plan.backend.value,
                 subject=plan.subject,
-                tree=str(tree.paths[0]) if tree.paths else "",
+                tree=str(tree.sources or ""),
                 events=str(Path(folder) / "events.jsonl"),
                 keep=str(keep) if keep else "",
                 controls=plan.controls,
             )
-            code = _work(task, tree, plan.backend, lane, Path(folder))
+            code = _work(task, tree, plan.backend, lane, Path(folder), stop)
             story = story.read(Path(task.events))
             if story.unavailable or code == Exit.GOOD:
                 break
@@ -100,7 +111,8 @@ def run_one(tree: Tree, plan: Plan, *, keep: Path | None = None, lane: int = 0) 
 
 def environment(tree: Tree, backend: Backend, lane: int = 0) -> dict[str, str]:
     """The environment of a process that drives ``tree``: its folders first on the path, then this source tree."""
-    paths = [*map(str, tree.paths), *([] if _ROOT.name == "site-packages" else [str(_ROOT)])]
+    users = filter(None, [os.environ.get("PYTHONPATH")])
+    paths = [*map(str, tree.paths), *([] if _ROOT.name == "site-packages" else [str(_ROOT)]), *users]
     own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": ""}
     return {**os.environ, **worker_environment(backend, f"gw{lane}", visible_gpus()), **dict(SPECS[backend].environment), **own}
 
@@ -112,8 +124,9 @@ def _run_script(script: Path, tree: Tree, backend: Backend, lane: int) -> StateR
     with tempfile.TemporaryDirectory(prefix="moediff-") as folder:
         try:
             done = subprocess.run(
-                command, cwd=folder, env=environment(tree, backend, lane), capture_output=True, text=True, timeout=PATIENCE, check=False
-            )
+                command, cwd=folder, env=environment(tree, backend, lane), stdin=subprocess.DEVNULL,
+                capture_output=True, text=True, timeout=PATIENCE, check=False,
+            )  # fmt: skip
         except subprocess.TimeoutExpired:
             sentence = f"{name} did not end within {PATIENCE:.0f} s"
             return StateRun(tree=tree, observations={name: unavailable(name, sentence)}, unavailable=sentence)
@@ -131,21 +144,25 @@ def _run_script(script: Path, tree: Tree, backend: Backend, lane: int) -> StateR
     return StateRun(tree=tree, observations={name: Observation(pair=name, verdict=verdict)})
 
 
-def _work(task: Task, tree: Tree, backend: Backend, lane: int, folder: Path) -> int:
-    """Run one worker to its end; its exit code, negative for a signal, -SIGALRM for one that was silent too long."""
+def _work(task: Task, tree: Tree, backend: Backend, lane: int, folder: Path, stop: Event) -> int:
+    """Run one worker to its end; its exit code, negative for a signal, -SIGALRM for one that was silent too long.
+
+    Its stdin is a pipe that nothing is written to: it closes when this process dies, whichever way, and the worker ends.
+    """
     task.write(folder / "task.json")
     events = Path(task.events)
     events.unlink(missing_ok=True)
     command = [sys.executable, "-P", "-m", WORKER, str(folder / "task.json")]
     with (folder / "stderr").open("wb") as stderr:
         process = subprocess.Popen(
-            command, cwd=folder, env=environment(tree, backend, lane), stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr
+            command, cwd=folder, env=environment(tree, backend, lane), stdin=subprocess.PIPE, stdout=stderr, stderr=stderr
         )
         try:
             heard = time.monotonic()
             size = 0
             while (code := process.poll()) is None:
-                time.sleep(0.05)
+                if stop.wait(0.05):
+                    raise WorkerBroke("another state's worker broke")
                 if events.exists() and events.stat().st_size != size:
                     size, heard = events.stat().st_size, time.monotonic()
                 if time.monotonic() - heard > PATIENCE:
@@ -153,7 +170,7 @@ def _work(task: Task, tree: Tree, backend: Backend, lane: int, folder: Path) -> 
             return code
         finally:
             process.kill()
-            process.wait()
+            process.communicate()
 
 
 @dataclass(frozen=True, slots=True)

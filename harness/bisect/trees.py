@@ -37,6 +37,13 @@ class Tree:
     version: str  # of vLLM, as the tree reports it
     sha: str = ""  # of a revision
     notes: tuple[str, ...] = ()  # what a reader must know: uncommitted changes left out, other humming
+    sources: Path | None = None  # the folder that vllm must come from, when it is not the installation's
+
+    @property
+    def stated(self) -> str:
+        """``NAME=BASE+PATCH…`` with a revision's full name, which no later commit changes."""
+        patches = map(str, self.state.patches)
+        return f"{self.state.name}={'+'.join([self.sha or str(self.state.base), *patches])}"
 
 
 @contextmanager
@@ -87,7 +94,7 @@ def _release(state: State, version: str, cache: Cache, installed: Installation, 
             cache.tree(f"release-{version}", f"vllm {version}", lambda into: releases.unpack(f"vllm=={version}", into))
         )
         if not state.patches:
-            return Tree(state=state, key=f"release-{version}", paths=(base,), version=version)
+            return Tree(state=state, key=f"release-{version}", paths=(base,), version=version, sources=base)
     key = _key("patched", version, state.patches, installed)
     return _sources(state, key, cache, installed, held, fill=lambda into: _copy(base, into, hard=base != installed.root))
 
@@ -105,7 +112,7 @@ def _sources(
         complete(into, installed, version)
 
     folder = held.enter_context(cache.tree(key, str(state), build))
-    return Tree(state=state, key=key, paths=(folder,), version=version, sha=sha)
+    return Tree(state=state, key=key, paths=(folder,), version=version, sha=sha, sources=folder)
 
 
 def complete(tree: Path, installed: Installation, version: str) -> None:
@@ -136,7 +143,7 @@ def complete(tree: Path, installed: Installation, version: str) -> None:
 
 def _with_humming(tree: Tree, cache: Cache, installed: Installation, held: ExitStack) -> Tree:
     """Put the humming-kernels that the state pins beside it, when it is not the installed one."""
-    pin = humming_pin(tree.paths[0]) if tree.paths else None
+    pin = humming_pin(tree.sources or installed.root)
     if pin is None or installed.humming is None or pin == installed.humming:
         return tree
     requirement = f"humming-kernels=={pin}"

@@ -1,6 +1,6 @@
-"""``python -m harness.bisect.tests.fake_moediff``: the bisecting commands over the installation that MOEDIFF_FAKE_INSTALLATION names.
+"""``python -m harness.bisect.tests.fake_moediff``: ``moediff`` over the installation that MOEDIFF_FAKE_INSTALLATION names.
 
-Without that variable they are the real ones.
+Without that variable it is the real one.
 """
 
 from __future__ import annotations
@@ -10,25 +10,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness import preflight
-from harness.bisect import commands, states
+from harness import cli, preflight
+from harness.bisect import states
 from harness.bisect.installation import Installation
-from harness.cli import Parser
-from harness.exits import Misuse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """As ``harness.cli.main``."""
     if root := os.environ.get("MOEDIFF_FAKE_INSTALLATION"):
         fake(Path(root))
-    whole = Parser(prog="moediff")
-    commands.add_subcommands(whole.add_subparsers(required=True))
-    try:
-        parsed = whole.parse_args(arguments)
-        return int(parsed.handler(parsed))
-    except Misuse as error:
-        sys.stderr.write(f"moediff: {error}\n")
-        return error.exit
+    return cli.main(arguments)
 
 
 def fake(root: Path) -> None:

@@ -37,12 +37,12 @@ class TreeSubject(FakeSubject):
         if self.state == "unfamiliar":
             raise SubjectUnavailable("no layer factory at vllm.layer:FusedMoE")
         loaded = super().load(case, entry, checkpoint)
-        extra = 3 if self.state == "fat" else 1
+        weight = checkpoint.tensors["0.down_proj.weight"].repeat(3 if self.state == "fat" else 1, 1)
         return Loaded(
             handle=loaded.handle,
             quant_method=loaded.quant_method,
             experts_class=loaded.experts_class,
-            parameters={name: tensor.repeat(extra, 1) for name, tensor in checkpoint.tensors.items() if name == "0.down_proj.weight"},
+            parameters={"0.down_proj.weight": weight + 1 if self.state == "bits" else weight},
         )
 
     def run(self, loaded: Loaded, batch: Batch) -> Ran:

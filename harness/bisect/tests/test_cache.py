@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from harness.bisect.cache import Cache
+from harness.bisect.trouble import StateError
 
 KIB = 1024
 
@@ -99,3 +102,49 @@ def test_two_processes_build_a_tree_once(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert len(built) == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "sentence"),
+    [
+        (errno.ENOSPC, "has no room for another tree: `moediff cache --clear` empties it, MOEDIFF_CACHE names another folder"),
+        (errno.EROFS, r"cannot be used \(Read-only file system\): name a folder that can be written to with MOEDIFF_CACHE"),
+    ],
+)
+def test_a_folder_that_takes_no_tree(number: int, sentence: str, tmp_path: Path) -> None:
+    def fails(into: Path) -> None:
+        build(into)
+        raise OSError(number, os.strerror(number))
+
+    with pytest.raises(StateError, match=sentence), Cache(tmp_path).tree("k", "", fails):
+        pass
+    assert Cache(tmp_path).entries() == []
+
+
+def test_a_root_that_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StateError, match="cannot be used"), Cache(tmp_path / "file" / "cache").tree("k", "", build):
+        pass
+
+
+def test_a_tree_makes_room_as_soon_as_it_is_built(tmp_path: Path) -> None:
+    cache = Cache(tmp_path, limit=150 * KIB)
+    use(cache, "old")
+    with cache.tree("new", "", build):
+        assert [entry.key for entry in cache.entries()] == ["new"]
+
+
+def test_processes_that_build_and_evict_at_once(tmp_path: Path) -> None:
+    cache, failed = Cache(tmp_path, limit=150 * KIB), []
+
+    def take(number: int) -> None:
+        for turn in range(20):
+            with cache.tree(f"k{(number + turn) % 3}", "", build) as folder:
+                if not (folder / "file").is_file():
+                    failed.append((number, turn))
+            cache.entries()
+
+    with ThreadPoolExecutor(4) as pool:
+        for job in [pool.submit(take, number) for number in range(4)]:
+            job.result()
+    assert failed == []

@@ -13,9 +13,11 @@ from harness import preflight
 from harness.bisect import commands, releases, states
 from harness.bisect.cache import Cache
 from harness.bisect.installation import Installation
-from harness.bisect.tests.fake_moediff import main
+from harness.bisect.states import Plan, StateRun
 from harness.bisect.tests.repos import HERMETIC, Checkout, fake_installation, fingerprint
+from harness.bisect.trees import Tree
 from harness.bisect.trouble import Exit, StateUnavailable
+from harness.cli import main
 from harness.exits import Misuse
 
 CASE = "int8-channel-static-quark-silu-fp16-e4k2m8h128i64-balanced"
@@ -35,9 +37,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Installation:
     monkeypatch.setattr(states, "WORKER", "harness.bisect.tests.fake_worker")
     monkeypatch.setattr(Installation, "find", lambda: installed)
     monkeypatch.setattr(preflight, "check", lambda backend, subject: None)
-    monkeypatch.setattr(commands, "OUT", tmp_path / "out")
     monkeypatch.setenv("MOEDIFF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(sys, "argv", ["moediff", "as", "typed"])
     return installed
 
 
@@ -68,10 +68,13 @@ def test_bisect_names_the_culprit_and_writes_a_page(checkout: Checkout, capsys: 
     assert "files: csrc/kernel.cu, vllm/__init__.py" in printed.out
     assert "1 of them are compiled or steer the build, and ran as the installed release has them" in printed.out
     assert f"**`{PAIR}`**" in printed.out
-    assert "Again:\n\n    moediff as typed\n" in printed.out
+    ends = f"--good {checkout.git('rev-parse', 'HEAD~8')} --bad {checkout.git('rev-parse', 'HEAD')}"
+    assert f"Again:\n\n    moediff bisect {ends} --repo {checkout.path} {CASE} --entry fused_experts --backend interpreter\n" in printed.out
     assert "Environment: " in printed.out
-    assert len(printed.err.splitlines()) <= 2 + 3 + 2
-    (page,) = (tmp_path / "out" / "bisect").glob("*.md")
+    *probes, where = printed.err.splitlines()
+    assert len(probes) <= 2 + 3 + 2
+    (page,) = (tmp_path / "cache" / "searches").glob("*.md")
+    assert where == f"this page: {page}"
     assert page.read_text() in printed.out
     assert fingerprint(checkout.path) == before
 
@@ -143,7 +146,7 @@ def test_compare_a_revision_with_its_parent(checkout: Checkout, capsys: pytest.C
     assert main(["compare", "HEAD~2", "--repo", str(checkout.path), *ONE]) == Exit.BAD
     out = capsys.readouterr().out
     assert out.startswith("## 1 of 1 pairs differ between before, after\n")
-    assert f"| `{PAIR}` | PASS, margin " in out
+    assert f"| `{PAIR}` | PASS, equal | MISMATCH, {FAULT}@all, 1024 of 1024 elements, " in out
     assert "- before → after: run × numeric: loading is bit for bit alike; the output differs first at [0, 0]: " in out
     assert main(["compare", "HEAD~3", "--repo", str(checkout.path), *ONE]) == Exit.GOOD
     assert capsys.readouterr().out.startswith("## 0 of 1 pairs differ")
@@ -175,6 +178,46 @@ def test_bits_that_changed_are_listed_on_request(tmp_path: Path, capsys: pytest.
     assert main(["compare", "HEAD", "--repo", str(made.path), *ONE]) == Exit.BAD
     made.commit("c", sources("ROUNDING_TRUNCATES") | {"vllm/x.py": ""})
     assert main(["compare", "HEAD", "--repo", str(made.path), "--bits", *ONE]) == Exit.GOOD
+    made.commit("d", sources("honest"))
+    made.commit("e", sources("bits"))
+    capsys.readouterr()
+    assert main(["compare", "HEAD", "--repo", str(made.path), *ONE]) == Exit.GOOD
+    assert main(["compare", "HEAD", "--repo", str(made.path), "--bits", *ONE]) == Exit.BAD
+    assert "- before → after: load × bits: parameter 0.down_proj.weight changed; loading differs first in " in capsys.readouterr().out
+
+
+def test_what_no_state_can_try_is_neither_alike_nor_different(checkout: Checkout, capsys: pytest.CaptureFixture[str]) -> None:
+    checkout.commit("unfamiliar", sources("unfamiliar"))
+    checkout.commit("and again", sources("unfamiliar") | {"vllm/y.py": ""})
+    assert main(["compare", "HEAD", "--repo", str(checkout.path), *ONE]) == Exit.CANNOT_TELL
+    told = "1 of the others could not be tried in any state, the first `{}`: UNAVAILABLE: no layer factory at vllm.layer:FusedMoE"
+    assert told.format(PAIR) in capsys.readouterr().out
+    assert main(["compare", "HEAD~1", "--repo", str(checkout.path), *ONE]) == Exit.CANNOT_TELL
+    assert main(["probe", "--state", "HEAD", "--repo", str(checkout.path), *ONE]) == Exit.CANNOT_TELL
+
+
+def test_an_interrupted_bisect_goes_on_and_tells_all(
+    checkout: Checkout, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    span = ["bisect", "--good", "HEAD~8", "--bad", "HEAD", "--repo", str(checkout.path), *ONE]
+    assert main([*span, "--resume"]) == Exit.MISUSE
+    assert "there is no search to resume" in capsys.readouterr().err
+    ran = []
+
+    def interrupted(tree: Tree, plan: Plan) -> StateRun:
+        ran.append(tree.key)
+        if len(ran) == 3:
+            raise KeyboardInterrupt
+        return states.run_one(tree, plan)
+
+    monkeypatch.setattr(commands, "run_one", interrupted)
+    assert main(span) == Exit.MISUSE
+    assert capsys.readouterr().err.endswith("moediff: interrupted: the same command with --resume goes on from here\n")
+    assert main([*span, "--resume"]) == Exit.GOOD
+    resumed = capsys.readouterr()
+    assert not set(ran[3:]) & set(ran[:2])
+    assert main(span) == Exit.GOOD
+    assert capsys.readouterr().out == resumed.out
 
 
 @pytest.mark.parametrize(("back", "code", "said"), [(0, 1, "bad: "), (8, 0, "good: "), (6, 125, "unknown: ")])

@@ -164,6 +164,10 @@ def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
     again = History(**states)
     assert again.hunt(log=Log.start(path, asked, resume=True)).search(list(states)) == Found(culprit="f", last_good="e")
     assert not {name for name, _ in again.ran} & {name for name, _ in history.ran}
+    resumed = Log.start(path, asked, resume=True)
+    assert {name: [each.signature for each in resumed.observed(name).values()] for name in ("e", "f", "h", "b")} == {
+        "e": ["PASS"] * 2, "f": ["MISMATCH X"] * 2, "h": ["MISMATCH X"] * 2, "b": [],
+    }  # fmt: skip
     assert len(again.ran) + len(history.ran) <= 2 + 3
     with pytest.raises(StateError, match=r"is the log of another search \(bad differ\): leave --resume out"):
         Log.start(path, asked | {"bad": "g"}, resume=True)

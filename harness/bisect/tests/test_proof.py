@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.bisect import commands
-from harness.bisect.tests.fake_moediff import main
 from harness.bisect.tests.repos import Checkout
 from harness.bisect.trouble import Exit
+from harness.cli import main
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
@@ -127,17 +126,16 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> History:
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOEDIFF_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(commands, "OUT", tmp_path_factory.mktemp("out"))
         yield
 
 
 @pytest.mark.parametrize(
     ("good", "bad", "case", "on", "culprit"),
     [
-        pytest.param("harmless 3", "harmless 7", INT8_CHANNEL, "signature", "swap", id="swapped half"),
-        pytest.param("harmless 10", "harmless 18", INT8_CHANNEL, "signature", "index", id="scale index, past commits that do not import"),
-        pytest.param("harmless 22", "harmless 25", FP8_TENSOR, "signature", "requant", id="dropped requantization"),
-        pytest.param("harmless 25", "harmless 28", FP8_TENSOR, "fixed", "requant reverted", id="a revert that repairs"),
+        pytest.param("harmless 4", "harmless 7", INT8_CHANNEL, "signature", "swap", id="swapped half"),
+        pytest.param("harmless 10", "harmless 16", INT8_CHANNEL, "signature", "index", id="scale index, past commits that do not import"),
+        pytest.param("harmless 23", "harmless 25", FP8_TENSOR, "signature", "requant", id="dropped requantization"),
+        pytest.param("harmless 26", "harmless 28", FP8_TENSOR, "fixed", "requant reverted", id="a revert that repairs"),
         pytest.param("harmless 10", "harmless 12", INT8_CHANNEL, "import", "broken", id="a commit that does not import"),
     ],
 )

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.bisect import commands, releases
-from harness.bisect.tests.fake_moediff import main
+from harness.bisect import releases
 from harness.bisect.trouble import Exit, StateError, StateUnavailable
+from harness.cli import main
 
 SCRIPT = Path(__file__).parent / "data" / "online_mxfp8_humming.py"
 
@@ -69,7 +69,6 @@ def test_the_release_that_mended_online_mxfp8_with_humming(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOEDIFF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(commands, "OUT", tmp_path / "out")
     assert shutil.which("uv") or shutil.which("pip")
     span = ["--good", "release:0.30.0", "--bad", "release:0.33.0", "--regress-on", "fixed", "--backend", "interpreter"]
     assert main(["bisect", *span, "--script", str(SCRIPT)]) == Exit.GOOD

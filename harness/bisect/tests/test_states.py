@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +23,8 @@ from harness.bisect.spec import parse
 from harness.bisect.states import Plan, StateRun, WorkerBroke, run, run_one
 from harness.bisect.tests.repos import fake_installation
 from harness.bisect.trees import Tree, planted
+from harness.bisect.trouble import Exit
+from harness.bisect.worker import Task
 from harness.pairs import Pair, parse_case
 from harness.verdict import Outcome
 
@@ -111,11 +119,10 @@ def test_what_comes_from_outside_is_no_verdict(tmp_path: Path, monkeypatch: pyte
 def test_a_vllm_from_elsewhere_is_noticed(tmp_path: Path) -> None:
     planted_tree = tree(tmp_path / "a", INIT.format("honest"))
     other = tree(tmp_path / "b", INIT.format("honest"))
-    mixed = Tree(state=planted_tree.state, key="k", paths=planted_tree.paths, version="0")
     (planted_tree.paths[0] / "vllm" / "__init__.py").unlink()
     (planted_tree.paths[0] / "vllm").rename(planted_tree.paths[0] / "gone")
-    done = run_one(Tree(state=mixed.state, key="k", paths=(*mixed.paths, *other.paths), version="0"), PLAN)
-    assert done.unavailable.startswith(f"vllm would be imported from {other.paths[0]}/vllm instead of {mixed.paths[0]}")
+    done = run_one(replace(planted_tree, paths=(*planted_tree.paths, *other.paths)), PLAN)
+    assert done.unavailable.startswith(f"vllm would be imported from {other.paths[0]}/vllm instead of {planted_tree.paths[0]}")
 
 
 def test_an_expert_without_tokens_is_a_control(tmp_path: Path) -> None:
@@ -141,9 +148,32 @@ def test_a_script_judges_by_its_exit_code(tmp_path: Path, source: str, signature
 
 
 def test_a_worker_that_breaks_by_itself_is_our_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(WorkerBroke, match=r"No module named 'harness\.gone'"):
+        drive(tmp_path / "a", "import harness.gone\n")
     monkeypatch.setattr(states, "WORKER", "harness.bisect.tests.no_such_worker")
     with pytest.raises(WorkerBroke, match="a worker ended with exit code 1"):
-        drive(tmp_path, INIT.format("honest"))
+        drive(tmp_path / "b", INIT.format("honest"))
+
+
+def test_interrupting_ends_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trees = [tree(tmp_path / name, INIT.format("hang")) for name in "ab"]
+    threading.Timer(4.0, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        run(trees, PLAN)
+
+
+def test_workers_do_not_outlive_whoever_started_them(tmp_path: Path) -> None:
+    made = tree(tmp_path, INIT.format("hang"))
+    task = Task(pairs=((PAIR.case.id, PAIR.entry.value),), backend="interpreter", subject="vllm", tree="", events=str(tmp_path / "events"))
+    task.write(tmp_path / "task.json")
+    command = [sys.executable, "-P", "-m", states.WORKER, str(tmp_path / "task.json")]
+    worker = subprocess.Popen(command, env=states.environment(made, Backend.INTERPRETER), stdin=subprocess.PIPE)
+    while "started" not in ((tmp_path / "events").read_text() if (tmp_path / "events").exists() else ""):
+        assert worker.poll() is None
+        time.sleep(0.05)
+    assert worker.stdin is not None
+    worker.stdin.close()  # as the system does when the parent dies
+    assert worker.wait(timeout=60) == Exit.MISUSE
 
 
 def test_the_tree_comes_first_on_the_path(tmp_path: Path) -> None:

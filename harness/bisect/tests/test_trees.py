@@ -201,6 +201,19 @@ def test_a_release_is_its_wheel_and_the_humming_it_pins(cache: Cache, tmp_path: 
     assert imported(tree).startswith("wheel ")
 
 
+def test_the_installed_release_too_runs_with_the_humming_it_pins(cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = fake_installation(tmp_path / "site-packages", humming="0.1.11")
+    info = installed.root / "vllm-0.33.0.dist-info"
+    info.mkdir()
+    (info / "RECORD").write_text("")
+    (info / "METADATA").write_text("Requires-Dist: humming-kernels[cu13]==0.1.19\n")
+    monkeypatch.setattr(releases, "unpack", lambda requirement, into: (into / "humming.py").write_text(f"ASKED = '{requirement}'\n"))
+    tree = plant("now=release:0.33.0", cache, installed)
+    assert [(path / "humming.py").read_text() for path in tree.paths] == ["ASKED = 'humming-kernels==0.1.19'\n"]
+    assert tree.sources is None
+    assert tree.notes == ("now runs with humming-kernels==0.1.19, which it pins; 0.1.11 is installed",)
+
+
 def test_the_installed_release_stands_for_itself_while_unchanged(
     cache: Cache, installed: Installation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
