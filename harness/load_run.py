@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from cases.bad_checkpoints import Bad
 from cases.case import Entry
 from cases.checkpoint import Checkpoint, make_checkpoint
 from harness import judge, load_expected, load_oracles, load_views
 from harness.backends import declared_refusal
+from harness.bad_run import run_bad
 from harness.load_oracles import CLAIMS, Finding, Oracle
 from harness.loading import Question
 from harness.pipeline import PairResult
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from cases.case import MoECase
     from harness.backends import Backend
     from harness.pairs import Pair
-    from harness.subject.loading import WatchedLoading
+    from harness.subject.loading import Loads, WatchedLoading
 
 _Answers = Callable[["MoECase", Checkpoint, "Backend", "WatchedLoading", dict[str, object]], Iterable[Finding]]
 
@@ -31,8 +33,10 @@ UNKNOWN = "0.up_proj.moediff_unknown"
 _SHOWN = 6
 
 
-def ask(question: Question, pair: Pair, backend: Backend, subject: WatchedLoading) -> PairResult:
-    """The verdict of one question."""
+def ask(question: Question | Bad, pair: Pair, backend: Backend, subject: Loads) -> PairResult:
+    """The verdict of one question, or on one wrong checkpoint."""
+    if isinstance(question, Bad):
+        return run_bad(question, pair, backend, subject)
     began = time.perf_counter()
     checkpoint = make_checkpoint(pair.case)
     extras: dict[str, object] = {}

@@ -6,9 +6,10 @@ from collections.abc import Hashable
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
+from cases.bad_checkpoints import Bad, bad_checkpoints
 from cases.case import Entry, Level, MoECase, Origin
 from cases.generate import pairs
-from harness.backends import Backend, has_entry
+from harness.backends import Backend
 from harness.pairs import Pair
 from harness.suite.subjects import VLLM
 from references.vocabulary import CheckpointFormat, Format, Layout
@@ -31,7 +32,7 @@ ASKED_ON = (Backend.INTERPRETER, Backend.TRITON)  # lanes whose layout of parame
 class Asked(NamedTuple):
     """A question asked of a pair."""
 
-    question: Question
+    question: Question | Bad
     pair: Pair
 
     @property
@@ -42,15 +43,20 @@ class Asked(NamedTuple):
 
 def questions(level: Level, backend: Backend) -> tuple[Asked, ...]:
     """Every question of a level, in the generator's order. Smoke reads one directory of each scheme with a gate and one without."""
-    if not has_entry(Entry.LAYER, backend):
+    if backend not in ASKED_ON:
         return ()
     every = about([Pair(*pair) for pair in pairs(level)])
     if level is not Level.SMOKE:
-        return every
+        return (*every, *bad())
     first: dict[Hashable, Asked] = {}
     for asked in every:
         first.setdefault((asked.question, *_kind(asked.pair.case)), asked)
-    return tuple(asked for asked in every if asked.question is Question.LOADED or asked in first.values())
+    return (*(asked for asked in every if asked.question is Question.LOADED or asked in first.values()), *bad())
+
+
+def bad(cases: frozenset[MoECase] | None = None) -> tuple[Asked, ...]:
+    """The wrong checkpoints of these cases, where they have any; of every case that has."""
+    return tuple(Asked(each.bad, Pair(each.case, Entry.LAYER)) for each in bad_checkpoints() if cases is None or each.case in cases)
 
 
 def _kind(case: MoECase) -> tuple[Hashable, ...]:
@@ -84,4 +90,7 @@ def chosen(options: Options) -> tuple[Asked, ...]:
     """What a run asks: of its level, or of the cases named. A fake subject loads nothing. Raises Misuse."""
     if options.subject != VLLM or options.entry not in (None, Entry.LAYER) or options.backend not in ASKED_ON:
         return ()
-    return about(list(options.pairs())) if options.cases else questions(options.level, options.backend)
+    if not options.cases:
+        return questions(options.level, options.backend)
+    named = list(options.pairs())
+    return (*about(named), *bad(frozenset(pair.case for pair in named)))

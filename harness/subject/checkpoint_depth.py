@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +15,14 @@ import torch
 from harness.subject import vllm_compat
 from harness.subject.directory import write_directory
 from harness.subject.dtypes import TORCH
-from harness.subject.watch_loading import fill_parameters, watch_conversion
+from harness.subject.watch_loading import Watched, fill_parameters, watch_conversion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from cases.case import MoECase
     from cases.checkpoint import Checkpoint
-    from harness.subject.loading import Depth, Loading
+    from harness.subject.loading import Depth
 
 ARCHITECTURE = "MoediffMoEForCausalLM"
 _built: list[Callable[[torch.nn.Module], None]] = []  # told of the experts of a model under construction
@@ -85,45 +86,58 @@ def model_config(case: MoECase) -> dict[str, Any]:
     }
 
 
-def watch(
-    case: MoECase, checkpoint: Checkpoint, *, backend: str, device: str, depth: Depth, sentinel: int | None, online: str | None, stage: Any
-) -> Loading:
-    """One loading from a directory, watched. online: what ``--quantization`` says, or None. Whatever vLLM raises propagates."""
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What the loader made: the layer at model.layers.0.mlp.experts, vLLM's config, and what was seen of its loading."""
+
+    layer: torch.nn.Module
+    config: Any
+    seen: Watched
+
+
+def read(
+    case: MoECase,
+    checkpoint: Checkpoint,
+    *,
+    backend: str,
+    device: str,
+    depth: Depth,
+    sentinel: int | None,
+    online: str | None,
+    stage: Any,
+    damage: Callable[[Path], None] | None = None,
+) -> Read:
+    """One loading from a directory. online: what ``--quantization`` says, or None. Whatever vLLM raises propagates."""
     _register()
     with tempfile.TemporaryDirectory() as folder:
         write_directory(Path(folder), case, checkpoint, model_config(case), depth)
-        return load_directory(folder, case, backend=backend, device=device, sentinel=sentinel, online=online, stage=stage)
+        if damage is not None:
+            damage(Path(folder))
+        return _read(folder, TORCH[case.dtype], backend, device, sentinel, online, stage)
 
 
-def load_directory(
-    folder: str, case: MoECase, *, backend: str, device: str, sentinel: int | None, online: str | None, stage: Any
-) -> Loading:
-    """As ``watch``, of a directory that is there."""
-    _register()
+def _read(folder: str, dtype: torch.dtype, backend: str, device: str, sentinel: int | None, online: str | None, stage: Any) -> Read:
     surface = vllm_compat.probe_surface()
+    config = surface["VllmConfig"](
+        kernel_config=surface["KernelConfig"](moe_backend=backend),
+        load_config=surface["LoadConfig"](use_tqdm_on_load=False),
+        model_config=surface["ModelConfig"](model=folder, skip_tokenizer_init=True, dtype=dtype, max_model_len=512, quantization=online),
+    )
+    seen: list[Watched] = []
     with contextlib.ExitStack() as stack:
-        seen: list[Any] = []
 
         def built(experts: torch.nn.Module) -> None:
             stage.choosing = False
             fill_parameters(experts, sentinel)
-            seen.append((experts, stack.enter_context(watch_conversion(experts, count=sentinel is None))))
+            seen.append(stack.enter_context(watch_conversion(experts, count=sentinel is None)))
 
-        config = surface["VllmConfig"](
-            kernel_config=surface["KernelConfig"](moe_backend=backend),
-            load_config=surface["LoadConfig"](use_tqdm_on_load=False),
-            model_config=surface["ModelConfig"](
-                model=folder, skip_tokenizer_init=True, dtype=TORCH[case.dtype], max_model_len=512, quantization=online
-            ),
-        )
         with vllm_compat.current_config(config):
             vllm_compat.prepare_process(device)
             _built.append(built)
             gc.freeze()  # the loader collects garbage twice, and this process is full of what is none
             try:
-                surface["get_model"](vllm_config=config)
+                model = surface["get_model"](vllm_config=config)
             finally:
                 gc.unfreeze()
                 _built.remove(built)
-        experts, watched = seen[0]
-        return watched.loading(experts)
+        return Read(model.model.layers[0].mlp.experts, config, seen[0])

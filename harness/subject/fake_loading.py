@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
 
 from cases.case import Entry, Origin
+from cases.checkpoint import make_checkpoint
+from cases.spoil import SHARD
 from harness.recipes import recipe
-from harness.subject import LoadFailed, fake_kernel
+from harness.subject import Loaded, LoadFailed, fake_kernel
 from harness.subject.allocations import fill
+from harness.subject.fake import FakeSubject
 from harness.subject.loading import Allocated, Depth, Handed, Loading
 from references.formats import encode, torch_dtype
 from references.vocabulary import Layout
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from cases.batch import Batch
     from cases.case import MoECase
     from cases.checkpoint import Checkpoint
     from harness.backends import Backend
+    from harness.subject import Ran
 
 
 class LoadFault(Enum):
@@ -41,9 +50,15 @@ class LoadFault(Enum):
     CODES_TRUNCATED = "codes are rounded toward zero"
     SHARDS_OUT_OF_ORDER = "a directory's shards are read so that one expert is loaded over another"
     FULL_SIZE_TEMPORARIES = "two temporaries of all weights' size are allocated and thrown away"
+    ANYTHING_ACCEPTED = "a directory that is incomplete or damaged is loaded without a word"
+    NOTHING_NAMED = "what is wrong with a directory is said without naming it"
+    FINITE_FOR_NAN = "numbers that are not finite come out as zero"
+    NAN_FOR_ZERO = "a scale of zero divides"
+    LAST_INPUT_SCALE = "of gate's and up's activation scale the one loaded last stays"
 
 
 _NAME = re.compile(r"(\d+)\.(gate_proj|up_proj|down_proj)\.(.+)")
+_WEIGHT_SCALES = ("weight_scale", "weight_scale_inv")
 _KINDS = ("weight", "weight_scale", "weight_scale_inv", "input_scale", "bias")
 
 
@@ -52,7 +67,7 @@ class FakeLoading:
 
     def __init__(self, backend: Backend, fault: LoadFault | None = None) -> None:
         """``backend`` decides the recipe."""
-        self._backend, self._fault = backend, fault
+        self._backend, self._fault, self._runs = backend, fault, FakeSubject(None, backend)
 
     def watch_loading(self, case: MoECase, checkpoint: Checkpoint, *, depth: Depth = Depth.LAYER, sentinel: int | None = None) -> Loading:
         """As harness/subject/loading.py says. Raises LoadFailed for a tensor of an unknown name."""
@@ -74,6 +89,27 @@ class FakeLoading:
             handed=handed,
             allocated=Allocated(peak=peak, kept=kept, largest=weights) if sentinel is None else None,
         )
+
+    def load_directory(self, case: MoECase, checkpoint: Checkpoint, damage: Callable[[Path], None] | None = None) -> Loaded:
+        """What is wrong is told apart by the checkpoint that should have been. Raises LoadFailed, naming it."""
+        should = make_checkpoint(case).tensors
+        wrong = [name for name in should if name not in checkpoint.tensors or checkpoint.tensors[name].shape != should[name].shape]
+        if (wrong or damage) and self._fault is not LoadFault.ANYTHING_ACCEPTED:
+            named = SHARD if damage else ", ".join(wrong)
+            raise LoadFailed(f"ValueError: {'something' if self._fault is LoadFault.NOTHING_NAMED else named} is not what it should be")
+        tensors = {name: checkpoint.tensors.get(name, tensor).to(tensor.dtype) for name, tensor in should.items()}
+        if self._fault is LoadFault.LAST_INPUT_SCALE:
+            tensors |= {n: tensors[n.replace("gate_proj", "up_proj")] for n in tensors if n.endswith("gate_proj.input_scale")}
+        if self._fault is LoadFault.NAN_FOR_ZERO:
+            tensors |= {n: 0 * (1 / t) if n.endswith(_WEIGHT_SCALES) else t for n, t in tensors.items()}
+        if wrong or damage:  # accepted: nothing of it is ever run
+            return Loaded(handle=None, quant_method="fake", experts_class="fake")
+        return self._runs.load(case, Entry.LAYER, replace(checkpoint, tensors=tensors))
+
+    def run(self, loaded: Loaded, batch: Batch) -> Ran:
+        """One forward of the fake subject."""
+        ran = self._runs.run(loaded, batch)
+        return replace(ran, output=ran.output.nan_to_num(0, 0, 0)) if self._fault is LoadFault.FINITE_FOR_NAN else ran
 
     def _parameters(self, case: MoECase, checkpoint: Checkpoint, byte: int) -> dict[str, torch.Tensor]:
         parts = 2 if case.activation.gated or self._fault is LoadFault.ROWS_DOUBLED else 1

@@ -7,10 +7,15 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     import torch
 
+    from cases.batch import Batch
     from cases.case import MoECase
     from cases.checkpoint import Checkpoint
+    from harness.subject import Loaded, Ran
 
 
 class Depth(StrEnum):
@@ -62,6 +67,19 @@ class Loading:
 
 
 @runtime_checkable
+class ReadsDirectories(Protocol):
+    """A subject that can be given a checkpoint as a directory, and run what was read."""
+
+    def load_directory(self, case: MoECase, checkpoint: Checkpoint, damage: Callable[[Path], None] | None = None) -> Loaded:
+        """Write ``checkpoint`` to a directory, do ``damage`` to it, and have vLLM's own loader read it. Raises LoadFailed."""
+        ...
+
+    def run(self, loaded: Loaded, batch: Batch) -> Ran:
+        """One forward. Raises RunFailed."""
+        ...
+
+
+@runtime_checkable
 class WatchedLoading(Protocol):
     """A subject whose loading can be watched."""
 
@@ -75,3 +93,8 @@ class WatchedLoading(Protocol):
             LoadFailed: vLLM raised.
         """
         ...
+
+
+@runtime_checkable
+class Loads(WatchedLoading, ReadsDirectories, Protocol):
+    """A subject of which every question about loading can be asked."""

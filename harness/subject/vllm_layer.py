@@ -12,6 +12,7 @@ from references.vocabulary import Format, Layout
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
+    from pathlib import Path
 
     import torch
 
@@ -170,6 +171,27 @@ class VllmSubject:
         online = ONLINE.get((case.weight, case.weight_scale)) if case.origin is Origin.ONLINE else None
         with pristine():
             return vllm_loading.watch(case, checkpoint, _quantization, sentinel=sentinel, online=online, **where)
+
+    def load_directory(self, case: MoECase, checkpoint: Checkpoint, damage: Callable[[Path], None] | None = None) -> Loaded:
+        """Read by vLLM's own loader from a directory to which ``damage`` was done.
+
+        Raises:
+            LoadFailed: vLLM raised.
+        """
+        from harness.subject import vllm_compat, vllm_loading
+        from harness.subject.hygiene import pristine
+        from harness.subject.observe import planned_class
+
+        online = ONLINE.get((case.weight, case.weight_scale)) if case.origin is Origin.ONLINE else None
+        with pristine():
+            module, config = vllm_loading.from_directory(case, checkpoint, damage, backend=self.backend, device=self.device, online=online)
+        experts = vllm_compat.experts_of(module)
+        return Loaded(
+            handle=_Layer(case, module, config, self.device),
+            quant_method=type(experts.quant_method).__name__,
+            experts_class=planned_class(experts),
+            parameters={name: parameter.data for name, parameter in experts.named_parameters()},
+        )
 
     def _load_layer(self, case: MoECase, checkpoint: Checkpoint) -> Loaded:
         import torch

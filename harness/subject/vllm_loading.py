@@ -13,6 +13,7 @@ from harness.subject.watch_loading import fill_parameters, poisoned, watch_conve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
 
     import torch
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from cases.checkpoint import Checkpoint
     from harness.subject.loading import Loading
 
+_NEVER_WRITTEN = 0xFF  # so that what a checkpoint leaves out is never right by chance
 PREFIX = "model.layers.0.mlp.experts"
 
 
@@ -66,7 +68,8 @@ def watch(
 
         with poisoned(sentinel), loading() as stage:
             where = {"backend": backend, "device": device, "depth": depth, "online": online}
-            return checkpoint_depth.watch(case, checkpoint, sentinel=sentinel, stage=stage, **where)
+            made = checkpoint_depth.read(case, checkpoint, sentinel=sentinel, stage=stage, **where)
+            return made.seen.loading(vllm_compat.experts_of(made.layer))
     sizes = {"experts": case.experts, "top_k": case.top_k, "hidden": case.hidden, "intermediate": case.intermediate}
     config = vllm_compat.vllm_config(backend, TORCH[case.dtype], **sizes)
     with poisoned(sentinel), loading() as stage, vllm_compat.current_config(config), torch.device(device):
@@ -88,6 +91,18 @@ def watch(
             consumed = _consume(layer, checkpoint.tensors)
             vllm_compat.finish_loading(layer, config)
         return seen.loading(experts, consumed)
+
+
+def from_directory(
+    case: MoECase, checkpoint: Checkpoint, damage: Callable[[Path], None] | None, *, backend: str, device: str, online: str | None
+) -> tuple[torch.nn.Module, Any]:
+    """The layer that vLLM's own loader reads, and its config. Raises LoadFailed."""
+    from harness.subject import checkpoint_depth
+
+    where = {"backend": backend, "device": device, "depth": Depth.DIRECTORY, "online": online}
+    with poisoned(_NEVER_WRITTEN), loading() as stage:
+        made = checkpoint_depth.read(case, checkpoint, sentinel=_NEVER_WRITTEN, stage=stage, damage=damage, **where)
+    return made.layer, made.config
 
 
 def _consume(layer: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, ...]]:

@@ -7,6 +7,7 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from cases.bad_checkpoints import Bad
 from cases.case import Entry
 from harness import device_loss, ledger
 from harness.device_checks import DeviceCheck
@@ -16,7 +17,7 @@ from harness.loading import Question
 from harness.pairs import repeat
 from harness.relations import Relation
 from harness.subject import HasModes, OnDevice, TakesViews
-from harness.subject.loading import WatchedLoading
+from harness.subject.loading import Loads
 from harness.suite import subjects
 from harness.verdict import Outcome
 from reports.records import Record, Recorder, Start, Status, broke
@@ -88,7 +89,7 @@ class Worker:
         self._drive = Drive(self._subject)
         self._environment = {**environment(), "subject": subject.name}
 
-    def run(self, pair: Pair, relation: Relation | Question | DeviceCheck | None = None) -> Record:
+    def run(self, pair: Pair, relation: Relation | Question | Bad | DeviceCheck | None = None) -> Record:
         """The record of the pair, or of one relation, question about loading or device check asked of it, written before it is returned."""
         options = self._options
         start = Start(
@@ -140,11 +141,11 @@ class Worker:
             self._drive.forget()
         return device_loss.verdict(detail, self._recorder.last_stage, self._device.recover())
 
-    def _result(self, pair: Pair, relation: Relation | Question | DeviceCheck | None) -> PairResult:
-        if isinstance(relation, Question):
+    def _result(self, pair: Pair, relation: Relation | Question | Bad | DeviceCheck | None) -> PairResult:
+        if isinstance(relation, Question | Bad):
             from harness.load_run import ask
 
-            assert isinstance(self._loader, WatchedLoading)
+            assert isinstance(self._loader, Loads)
             self._recorder.stage("load")
             return ask(relation, pair, self._options.backend, self._loader)
         if relation is None:
@@ -162,7 +163,7 @@ class Worker:
 
         return run_relation(relation, pair, self._options.backend, self._drive)
 
-    def _judge(self, verdict: Verdict, pair: Pair, relation: Relation | Question | DeviceCheck | None) -> Judged:
+    def _judge(self, verdict: Verdict, pair: Pair, relation: Relation | Question | Bad | DeviceCheck | None) -> Judged:
         """An entry about ``relation:case`` or ``question:case`` is strict; one about the case is strict for the pair itself and its
         REFERENCE relation.
 
@@ -174,7 +175,7 @@ class Worker:
         if verdict.outcome is Outcome.UNAVAILABLE:  # a device check for which this GPU is too small
             return Judged(standing=Standing.CLEAN)
         judged = self._ledger.judge(verdict, f"{relation}:{case}", entry, backend, here)
-        if judged.issue is not None or isinstance(relation, Question):
+        if judged.issue is not None or isinstance(relation, Question | Bad):
             return judged
         broad = self._ledger.judge(verdict, case, entry, backend, here)
         return Judged(standing=Standing.CLEAN) if broad.standing is Standing.STOPPED_FAILING else broad
