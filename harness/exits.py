@@ -12,6 +12,7 @@ class Exit(IntEnum):
     NEWS = 1  # something failed that the ledger does not know, or stopped failing
     MISUSE = 2  # an argument, a case, the ledger file, or vLLM missing or not recognised
     UNAVAILABLE = 125  # this machine cannot run that backend
+    INTERRUPTED = 130  # Ctrl-C, as a shell counts it
 
 
 class Misuse(Exception):
@@ -24,3 +25,8 @@ class Unavailable(Misuse):
     """Nothing is wrong with the command, but this machine lacks what the backend needs."""
 
     exit = Exit.UNAVAILABLE
+
+
+def not_installed(module: str) -> Misuse:
+    """A Python module that the harness itself needs is missing."""
+    return Misuse(f"the Python module '{module}' is not installed in this environment; `pip install -e .` installs what moediff needs")

@@ -5,11 +5,20 @@ from __future__ import annotations
 import importlib.util
 
 from harness.backends import SPECS, Backend
-from harness.exits import Misuse, Unavailable
+from harness.exits import Misuse, Unavailable, not_installed
 from harness.gpus import visible_gpus
 from harness.installed import compute_capability, importable
 from harness.subject import SubjectUnavailable
 from harness.subject.interpreter import libcuda
+
+MODULES = ("torch", "numpy", "packaging", "rich", "jinja2", "xdist", "pytest_timeout")  # what `moediff run` needs besides its subject
+
+
+def require(*modules: str) -> None:
+    """Raises Misuse for the first that is not installed: a run that lacks its template engine would find out at its end."""
+    for name in modules:
+        if importlib.util.find_spec(name) is None:
+            raise not_installed(name)
 
 
 def why_not(backend: Backend) -> Misuse | None:

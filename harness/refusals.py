@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cases.case import ActScale, Entry, MoECase, Origin
+from cases.packed import is_packed
 from harness.installed import ue8m0_scales
 from references.vocabulary import Activation, CheckpointFormat, Format, Layout
 
@@ -40,12 +41,12 @@ def unquantized(case: MoECase) -> bool:
 
 def fp8(case: MoECase) -> bool:
     """Decided by oracle/fp8.py."""
-    return case.weight is Format.E4M3FN
+    return case.weight is Format.E4M3FN and not is_packed(case)
 
 
 def int8(case: MoECase) -> bool:
     """Decided by oracle/int8.py."""
-    return case.weight is Format.INT8 and not quark_int8_static(case)
+    return case.weight is Format.INT8 and not quark_int8_static(case) and not is_packed(case)
 
 
 def quark_int8_static(case: MoECase) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from reports.records import Record, Status
-from reports.summary import by_outcome, confirmed
+from reports.summary import by_outcome, confirmed, counted
 
 PAGE = "index.html"
 
@@ -20,6 +20,7 @@ def render(records: Sequence[Record]) -> str:
     )
     return templates.get_template("run.html").render(
         records=records,
+        counted=counted,
         outcomes=by_outcome(records),
         statuses=list(Status),
         confirmed=confirmed(records),

@@ -8,7 +8,7 @@ A worker killed between ``started`` and ``finished`` leaves a pair without a rec
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import IO, Any
 from harness.verdict import FaultFit, Outcome, Verdict
 
 MERGED = "records.jsonl"
+KINDS = ("pair", "exact relation", "loading check", "device check")  # of records: a pair itself, or what else is asked of one
 FIRST_STAGE = "prepare"  # checkpoint, batch and expectation are made
 
 
@@ -42,7 +43,8 @@ class Start:
     fields: dict[str, object]  # the case, field by field; "seed" among them
     environment: dict[str, str]
     worker: str
-    relation: str = ""  # the exact relation asked of the pair; empty: the pair itself, against the reference
+    relation: str = ""  # what is asked of the pair, by name; empty: the pair itself, against the reference
+    kind: str = KINDS[0]
 
     @property
     def pair(self) -> str:
@@ -202,11 +204,16 @@ def worker_files(directory: Path) -> list[Path]:
     return sorted(directory.glob("worker-*.jsonl"))
 
 
-def merge(directory: Path) -> list[Record]:
-    """All workers' records, plus one for each pair a worker died in, sorted by pair; also written to ``records.jsonl``."""
+def merge(directory: Path, crashed: Collection[str] | None = None) -> list[Record]:
+    """All workers' records, plus one for each pair a worker died in, sorted by pair; also written to ``records.jsonl``.
+
+    crashed: of an interrupted run, the workers that had died by themselves: only these leave a pair behind. None: all that left one did.
+    """
     stories = [read_worker(path) for path in worker_files(directory)]
-    records = [record for story in stories for record in (*story.records, *([story.died_at] if story.died_at else []))]
-    records.sort(key=lambda record: (record.backend, record.case, record.entry))
+    left = [story.died_at for story in stories if story.died_at is not None]
+    lost = [record for record in left if crashed is None or record.worker in crashed]
+    records = [*(record for story in stories for record in story.records), *lost]
+    records.sort(key=lambda record: (record.backend, record.case, record.entry, record.relation))
     write(directory / MERGED, records)
     return records
 

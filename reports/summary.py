@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.verdict import Outcome
-from reports.records import Record, Status
+from reports.records import KINDS, Record, Status
 
 _SHOWN = 20  # news shown in full; the rest are in the records
 
@@ -34,26 +34,46 @@ def confirmed(records: Iterable[Record]) -> dict[str, list[Record]]:
     return dict(sorted(found.items()))
 
 
-def render(records: Sequence[Record], stale: Sequence[str] = (), *, where: str, width: int = 120, color: bool = False) -> str:
-    """The whole summary as text; ``stale`` are sentences about ledger entries that matched nothing."""
+def counted(records: Iterable[Record]) -> str:
+    """``3 pairs, 1 exact relation``: how many of each kind, kinds that are there only."""
+    counts = Counter(record.kind for record in records)
+    return ", ".join(f"{counts[kind]} {kind}{'s' * (counts[kind] != 1)}" for kind in KINDS if counts[kind]) or "nothing"
+
+
+def render(
+    records: Sequence[Record],
+    stale: Sequence[str] = (),
+    *,
+    where: str,
+    width: int = 120,
+    color: bool = False,
+    unfinished: int = 0,
+    left_out: str = "",
+) -> str:
+    """The whole summary as text.
+
+    stale: sentences about ledger entries that matched nothing; unfinished: how many results an interrupted run still owed;
+    left_out: what was not run, by design, and why.
+    """
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=color, color_system="standard" if color else None, highlight=False)
     console.print(_outcomes(records))
-    for line in (*_faults(records), *_news(records, stale), *_where(records, where)):
+    for line in (*_faults(records), *_news(records, stale, unfinished), *_where(records, where, left_out)):
         console.print(line, soft_wrap=True)  # ids and paths stay in one piece
     return out.getvalue().rstrip()
 
 
 def _outcomes(records: Sequence[Record]) -> Table:
-    table = Table(title=f"{len(records)} pairs (case, entry) on {', '.join(sorted({record.backend for record in records}))}")
+    table = Table(title=f"{counted(records)} on {', '.join(sorted({record.backend for record in records}))}", title_justify="left")
     table.add_column("outcome")
-    for heading in ("pairs", "as expected", "known upstream", "new"):
+    kinds = [kind for kind in KINDS if any(record.kind == kind for record in records)]
+    for heading in (*(f"{kind}s" for kind in kinds), "as expected", "known upstream", "new"):
         table.add_column(heading, justify="right")
+    of_kind = Counter((record.verdict.outcome.value, record.kind) for record in records)
     for outcome, counts in by_outcome(records).items():
-        news = counts[Status.NEW]
-        table.add_row(
-            outcome, str(counts.total()), str(counts[Status.CLEAN]), str(counts[Status.KNOWN]), Text(str(news), "bold red" if news else "")
-        )
+        news = Text(str(counts[Status.NEW]), "bold red" if counts[Status.NEW] else "")
+        numbers = [*(of_kind[outcome, kind] for kind in kinds), counts[Status.CLEAN], counts[Status.KNOWN]]
+        table.add_row(outcome, *map(str, numbers), news)
     return table
 
 
@@ -64,15 +84,20 @@ def _faults(records: Sequence[Record]) -> list[Text]:
     lines = [Text("Upstream faults confirmed (cases/known_issues.toml)", "bold")]
     for entry, those in found.items():
         signatures = ", ".join(sorted({record.verdict.signature for record in those if record.verdict.signature})[:3])
-        lines.append(Text(f"  {entry}: {len(those)} pairs · {signatures or those[0].verdict.outcome} · {those[0].link}"))
+        lines.append(Text(f"  {entry}: {counted(those)} · {signatures or those[0].verdict.outcome} · {those[0].link}"))
     return lines
 
 
-def _news(records: Sequence[Record], stale: Sequence[str]) -> list[Text]:
+def _news(records: Sequence[Record], stale: Sequence[str], unfinished: int) -> list[Text]:
     news = [record for record in records if record.status is Status.NEW]
     if not news and not stale:
-        return [Text("Nothing new: every pair ended as the ledger says", "green")]
-    lines = [Text(f"New: {len(news)} pairs", "bold red")] if news else []
+        which = (
+            "Nothing new in what was run; " + f"{unfinished} results are missing"
+            if unfinished
+            else "Nothing new: all ended as the ledger says"
+        )
+        return [Text(which, "" if unfinished else "green")]
+    lines = [Text(f"New: {counted(news)}", "bold red")] if news else []
     lines += [Text(f"  {record.verdict.outcome} {record.pair}: {_why(record)}") for record in news[:_SHOWN]]
     if len(news) > _SHOWN:
         lines.append(Text(f"  and {len(news) - _SHOWN} more in the records"))
@@ -85,11 +110,12 @@ def _why(record: Record) -> str:
     return f"{record.verdict.claim} ({record.verdict.signature})" if record.verdict.signature else record.verdict.claim
 
 
-def _where(records: Sequence[Record], where: str) -> list[Text]:
+def _where(records: Sequence[Record], where: str, left_out: str) -> list[Text]:
     margins = [record.verdict.margin for record in records if record.verdict.outcome is Outcome.PASS and record.verdict.margin is not None]
-    spent = [sum(record.seconds.values()) for record in records if record.seconds]
+    spent = [sum(record.seconds.values()) for record in records if record.seconds and record.kind == KINDS[0]]
     peak = max((record.peak_rss_bytes for record in records), default=0)
     parts = [f"median margin of passing pairs {median(margins):.3f}"] if margins else []
     parts += [f"median pair {median(spent):.2f} s"] if spent else []
     parts += [f"peak worker memory {peak / 2**30:.2f} GiB"] if peak else []
-    return [Text(" · ".join(parts)), Text(f"Records: {where}")]
+    lines = [f"Left out: {left_out}"] if left_out else []
+    return [*map(Text, lines), Text(" · ".join(parts)), Text(f"Records: {where}")]

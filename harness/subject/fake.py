@@ -9,12 +9,12 @@ import torch
 from cases.batch import Batch
 from cases.case import Entry, MoECase
 from cases.checkpoint import Checkpoint
-from harness.backends import Backend, experts_expected
+from harness.backends import Backend, declared_refusal, experts_expected
 from harness.expected import experts, routing
 from harness.faults import Fault
 from harness.inject import Inputs, contributions
 from harness.recipes import recipe
-from harness.subject import Loaded, Ran
+from harness.subject import Loaded, LoadFailed, Ran
 from harness.subject import fake_kernel as kernel
 from references.formats import torch_dtype
 from references.loading import LoadedExpert
@@ -69,6 +69,17 @@ class FakeSubject:
         given = contributions(self._fault, inputs, evaluate)
         dtypes = tuple(str(torch_dtype(how.output if a is None else a.format)).removeprefix("torch.") for a in (how.a1, how.a2))
         return Ran(output=kernel.combine(given, how), experts_class=layer.experts_class, gemm_dtypes=dtypes)
+
+
+class RefusingFake(FakeSubject):
+    """The fake of a whole lane: it refuses what the lane declares that vLLM refuses."""
+
+    def load(self, case: MoECase, entry: Entry, checkpoint: Checkpoint) -> Loaded:
+        """Raises LoadFailed where a refusal is declared, with the declared pattern for vLLM's words."""
+        refusal = declared_refusal(case, entry, self._backend)
+        if refusal is not None:
+            raise LoadFailed(refusal.says, refused=True)
+        return super().load(case, entry, checkpoint)
 
 
 def evaluate(inputs: Inputs) -> torch.Tensor:

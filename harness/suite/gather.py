@@ -18,6 +18,7 @@ from harness.suite.subjects import VLLM
 from reports.records import Record, merge, read_worker, worker_file
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from pathlib import Path
 
     from cases.case import Entry
@@ -32,16 +33,26 @@ def new_directory(options: Options) -> Path:
 
 
 def stale(options: Options) -> list[str]:
-    """Ledger entries for this backend and vLLM that match no pair of the level they name, each as a sentence."""
-    if options.subject != VLLM:
+    """Ledger entries that match no pair of the level they name, each as a sentence; of this backend and vLLM, up to the level of the run.
+
+    A run of less than a level says nothing about entries.
+    """
+    if options.subject != VLLM or not options.whole:
         return []
     known, here = ledger.load(ledger.LEDGER), version("vllm") or ""
+    levels = list(Level)
     return [
         f"ledger entry '{issue.id}' matches no pair of level {level}: mend its patterns, or remove it"
-        for level in Level
+        for level in levels[: levels.index(options.level) + 1]
         for issue in known.unmatched(ids(level, options.backend), options.backend, here)
         if issue.level is level
     ]
+
+
+def left_out(options: Options) -> str:
+    """What was not run because the subject's fault cannot show in it."""
+    pairs = options.left_out()
+    return f"{pairs} pair{'s' * (pairs != 1)}, which {options.subject} cannot change" if pairs else ""
 
 
 def ids(level: Level, backend: Backend) -> list[tuple[str, Entry]]:
@@ -62,10 +73,10 @@ def last_record(directory: Path, worker: str, node_id: str) -> Record | None:
     return story.records[-1] if node_id.endswith(f"[{story.records[-1].pair}]") else None
 
 
-def gather(directory: Path) -> list[Record]:
-    """Merge, write the page, and return every record of the run."""
+def gather(directory: Path, crashed: Collection[str] | None = None) -> list[Record]:
+    """Merge, write the page, and return every record of the run; ``crashed`` as ``merge`` takes it."""
     from reports import html  # only now: collecting must stay quick
 
-    records = merge(directory)
+    records = merge(directory, crashed)
     html.write(directory, records)
     return records

@@ -11,8 +11,11 @@ from harness.backends import Backend, UnknownBackend, has_entry
 from harness.exits import Misuse
 from harness.gpus import default_backend, visible_gpus
 from harness.pairs import Pair, Related, parse_entry, parse_expression, parse_level, relate, select
+from harness.suite import subjects
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import pytest
 
 OUT = Path("reports/out")
@@ -28,31 +31,76 @@ class Options:
     entry: Entry | None
     subject: str  # "vllm", "fake" or "fake:FAULT"
     records: Path
+    whole: bool  # nothing but the level was asked for: then entries of the ledger that match no pair are told
 
     def pairs(self) -> tuple[Pair, ...]:
-        """In the generator's order, through the entries the backend has. Raises Misuse."""
+        """In the generator's order, through the entries the backend has, where the subject's fault applies. Raises Misuse."""
         chosen = select(self.level, self.cases, self.entry)
         pairs = tuple(pair for pair in chosen if has_entry(pair.entry, self.backend))
         if not pairs:
             raise Misuse(f"backend '{self.backend}' has no entry '{chosen[0].entry}'; leave --entry out, or use --backend triton")
-        return pairs
+        shown = tuple(pair for pair in pairs if self._why_left_out(pair) is None)
+        if not shown:
+            raise Misuse(f"{self.subject} applies to none of these pairs: {self._why_left_out(pairs[0])}; name other cases, or a level")
+        return shown
 
     def related(self) -> tuple[Related, ...]:
         """The exact relations, after the pairs. Raises Misuse."""
-        return relate(self.level, self.cases, self.entry, self.backend)
+        related = relate(self.level, self.cases, self.entry, self.backend)
+        return tuple(each for each in related if self._why_left_out(each.pair) is None)
+
+    def left_out(self) -> int:
+        """How many pairs the subject's fault does not apply to."""
+        chosen = [pair for pair in select(self.level, self.cases, self.entry) if has_entry(pair.entry, self.backend)]
+        return sum(self._why_left_out(pair) is not None for pair in chosen)
+
+    def _why_left_out(self, pair: Pair) -> str | None:
+        return subjects.why_not(self.subject, pair, self.backend)
+
+    @classmethod
+    def parse(
+        cls,
+        *,
+        backend: str | None,
+        level: str,
+        cases: Iterable[str],
+        entry: str | None,
+        subject: str,
+        records: str,
+        expression: str,
+        selected: bool = False,
+    ) -> Options:
+        """From what was typed; ``selected``: fewer tests were asked for in another way. Raises Misuse with a sentence for what is wrong."""
+        named = tuple(cases)
+        narrowed = bool(named or entry or selected) | bool(parse_expression(expression))
+        found = cls(
+            backend=parse_backend(backend),
+            level=parse_level(level),
+            cases=named,
+            entry=None if entry is None else parse_entry(entry),
+            subject=subjects.parse(subject),
+            records=Path(records).absolute(),
+            whole=not narrowed,
+        )
+        if not found.whole or subject != subjects.VLLM:
+            found.pairs()
+        return found
 
     @classmethod
     def of(cls, config: pytest.Config) -> Options:
-        """Raises Misuse with a sentence for the option that is wrong."""
-        entry, records = config.getoption("entry"), config.getoption("records")
-        parse_expression(config.getoption("keyword"))
-        return cls(
-            backend=parse_backend(config.getoption("backend")),
-            level=parse_level(config.getoption("level")),
-            cases=tuple(config.getoption("case")),
-            entry=None if entry is None else parse_entry(entry),
+        """Raises Misuse."""
+        workers = config.getoption("numprocesses", None)  # None in xdist's workers; "auto" while xdist asks how many that is
+        if isinstance(workers, int) and workers < 0:
+            raise Misuse(f"-n takes a number of worker processes or auto, not {workers}")
+        return cls.parse(
+            backend=config.getoption("backend"),
+            level=config.getoption("level"),
+            cases=config.getoption("case"),
+            entry=config.getoption("entry"),
             subject=config.getoption("subject"),
-            records=Path(records).absolute(),
+            records=config.getoption("records"),
+            expression=config.getoption("keyword"),
+            selected=any("::" in argument for argument in config.args) or any(map(config.getoption, ("markexpr", "deselect"))),
         )
 
 

@@ -1,4 +1,4 @@
-"""The pytest plugin: options, one worker per process, one run directory, the summary. Imports neither torch nor vLLM.
+"""The pytest plugin: options, one worker per process, one run directory. Imports neither torch nor vLLM. How a run ends is in ending.py.
 
 A process runs pairs (an xdist worker, or pytest without ``-n``), or gathers what they wrote (the xdist controller, or again
 pytest without ``-n``).
@@ -8,39 +8,25 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from harness import device_checks, ledger, loading
 from harness.backends import SPECS
 from harness.exits import Exit, Misuse
-from harness.gpus import cores, visible_gpus, worker_count, worker_environment
+from harness.gpus import cores, gpu_gib, visible_gpus, worker_count, worker_environment
 from harness.ledger import LedgerError
-from harness.preflight import check
+from harness.preflight import check, require
 from harness.subject import SubjectUnavailable
 from harness.suite import gather
 from harness.suite.options import Options, add_to, made
+from harness.suite.stash import DIRECTORY, OPTIONS, STOPPED, Stopped
 from harness.suite.worker import Worker
-from reports.records import Record, Status
 
-
-class Stopped(NamedTuple):
-    """Why a run ended before its pairs did."""
-
-    sentence: str
-    exit: Exit
-
-
-OPTIONS = pytest.StashKey[Options]()
-DIRECTORY = pytest.StashKey[Path]()
-STOPPED = pytest.StashKey[Stopped]()
-GATHERED = pytest.StashKey[list[Record]]()
-STALE = pytest.StashKey[list[str]]()
+pytest_plugins = ["harness.suite.ending"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,8 +38,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """Validate, prepare the process before anything imports torch, choose the run's directory."""
     try:
         options = Options.of(config)
-        if options.cases or options.entry:
-            options.pairs()
         ledger.load(ledger.LEDGER)
     except Misuse as error:
         pytest.exit(str(error), returncode=error.exit)
@@ -79,6 +63,13 @@ def worker_id() -> str:
     return os.environ.get("PYTEST_XDIST_WORKER", "main")
 
 
+def pytest_report_header(config: pytest.Config) -> str:
+    """The lane, and why where it was not asked for."""
+    backend, asked = config.stash[OPTIONS].backend, config.getoption("backend")
+    seen = f"{len(visible_gpus())} GPUs are visible" if visible_gpus() else "no GPU is visible"
+    return f"moediff: backend {backend}" + (f", because {seen} and no --backend was given" if asked is None else "")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """``-n auto``: GPUs x slots on a CUDA lane, cores elsewhere."""
@@ -86,7 +77,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
         backend = Options.of(config).backend
     except Misuse:
         return 1  # too early to end with a sentence; pytest_configure does
-    return worker_count(backend, visible_gpus(), cores())
+    return worker_count(backend, visible_gpus(), cores(), gpu_gib())
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -124,8 +115,8 @@ def worker(pytestconfig: pytest.Config) -> Iterator[Worker]:
     prepare_process(options)
     opened: Worker | None = None
     try:
-        if SPECS[options.backend].needs_gpu:
-            check(options.backend, options.subject)
+        require("rich", "jinja2")  # for the end of the run, which should not be the place to find out
+        check(options.backend, options.subject)
         opened = Worker(options, made(pytestconfig.stash[DIRECTORY]), worker_id(), functools.partial(lose_device, pytestconfig))
         opened.open()
     except (SubjectUnavailable, Misuse) as error:
@@ -160,42 +151,3 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         item.session.shouldstop = stopped.sentence
         getattr(item.config, "workeroutput", {})["moediff_stopped"] = [stopped.sentence, int(stopped.exit)]
     return result
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    """A worker that could not drive the subject has said why."""
-    if given := getattr(node, "workeroutput", {}).get("moediff_stopped"):
-        node.config.stash[STOPPED] = Stopped(given[0], Exit(given[1]))
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Once every worker has ended: one file of records, and an exit status that says what they say."""
-    directory = session.config.stash[DIRECTORY]
-    if hasattr(session.config, "workerinput"):
-        return
-    stopped = session.config.stash.get(STOPPED, None)
-    if stopped:
-        session.exitstatus = stopped.exit
-    if not directory.is_dir():
-        return
-    session.config.stash[GATHERED] = gathered = gather.gather(directory)
-    session.config.stash[STALE] = stale = gather.stale(session.config.stash[OPTIONS])
-    if stopped:
-        return
-    if session.exitstatus == Exit.AS_THE_LEDGER_SAYS and (stale or any(record.status is Status.NEW for record in gathered)):
-        session.exitstatus = Exit.NEWS
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Cases by outcome, upstream faults confirmed, what is new, where the records are."""
-    config = terminalreporter.config
-    if (stopped := config.stash.get(STOPPED, None)) and not hasattr(config, "workerinput"):
-        sys.stderr.write(f"moediff: {stopped.sentence}\n")
-    if records := config.stash.get(GATHERED, None):
-        from reports import summary  # only now: collecting must stay quick
-
-        where, stale = os.path.relpath(config.stash[DIRECTORY]), config.stash[STALE]
-        width = max(100, min(shutil.get_terminal_size().columns, 160))
-        terminalreporter.write_line(summary.render(records, stale, where=where, width=width, color=terminalreporter.hasmarkup))

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from harness.verdict import Verdict
 
 
+_KINDS = {Relation: "exact relation", Question: "loading check", Bad: "loading check", DeviceCheck: "device check"}
+
+
 class Staged:
     """A subject that tells the recorder which stage a pair is at, so that a killed worker has said where it was."""
 
@@ -100,6 +103,7 @@ class Worker:
             environment=self._environment,
             worker=self._name,
             relation="" if relation is None else relation.value,
+            kind="pair" if relation is None else _KINDS[type(relation)],
         )
         self._recorder.started(start)
         timings: dict[str, float] = {}

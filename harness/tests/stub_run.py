@@ -4,7 +4,7 @@ Pairs pass in no time and without torch, except those whose position in the leve
 STUB_FAIL (MISMATCH), STUB_KILL (SIGKILL while "running"), STUB_RAISE (an exception of the pipeline), STUB_LOSE (an illegal memory
 access: whatever runs later in that process fails too), STUB_LATE (the same, seen only when the harness reads the output),
 STUB_MEMORY (out of memory);
-STUB_UNAVAILABLE=1, STUB_TELL=1, STUB_LEDGER=<file>.
+STUB_UNAVAILABLE=1, STUB_TELL=1, STUB_LEDGER=<file>; STUB_SLOW=<seconds a pair takes>.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -62,6 +63,7 @@ def run_pair(case: MoECase, entry: Entry, backend: Backend, subject: Any) -> Stu
     if position == os.environ.get("STUB_KILL"):
         os.environ["STUB_NOW_KILL"] = "1"
     subject.run(None, None)
+    time.sleep(float(os.environ.get("STUB_SLOW", "0")))
     illegal = "AcceleratorError: CUDA error: an illegal memory access was encountered"
     if position in (os.environ.get("STUB_LOSE"), os.environ.get("STUB_LATE")):
         os.environ["STUB_LOST"] = illegal

@@ -13,7 +13,7 @@ from cases.axes import ActScale, Entry, InvalidCase, Level, Origin
 from cases.case import MoECase, entry_takes
 from harness import lanes
 from harness.backends import SPECS, Backend, UnknownBackend, claimed, declared_refusal, experts_expected, has_entry, runs_default
-from harness.cli import parser
+from harness.command_line import parser
 from references.vocabulary import Activation, CheckpointFormat, Format, Layout
 
 ROOT = Path(__file__).parents[2]

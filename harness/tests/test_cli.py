@@ -60,6 +60,14 @@ def test_doctor_says_what_is_installed_and_why_a_backend_cannot_run(
         (["list", "--entry", "back"], "unknown entry 'back'; the entries are layer, fused_experts"),
         (["run", "--subject", "fake", "-k", "and and"], "'and and' is not an expression for -k (expected not OR left parenthesis"),
         (["run", "--subject", "fake", "--records", str(Path(__file__) / "below")], "records cannot be written to"),
+        (["run", "--subject", "fake", "-n", "-1"], "-n takes a number of worker processes, 0 for none, or auto, not '-1'"),
+        (["run", "--subject", "fake", "-n", "foo"], "not 'foo'"),
+        (["run", "--subject", "fake", "-n", "1.5"], "not '1.5'"),
+        (["run", "--subject", "rust"], "unknown subject 'rust'; say vllm, fake or fake:FAULT"),
+        (["run", "--subject", "vllm:ZERO_OUTPUT"], "unknown subject 'vllm:ZERO_OUTPUT'"),
+        (["run", "--subject", "fake:"], "unknown fault ''; the faults are ZERO_OUTPUT, LAST"),
+        (["run", "--subject", "fake:RUST"], "unknown fault 'RUST'; the faults are ZERO_OUTPUT"),
+        (["run", FIRST.case.id, "--subject", "fake:BIAS_DROPPED"], "applies to none of these pairs: there is no bias; name other cases"),
         (["run", "int8"], "'int8' is not a case: id 'int8' has 1 of at least 8 parts"),
         (["show", FIRST.case.id.replace("-e", "-x", 1)], "is not a case"),
         (["show", "int8-block128-dyngroup128-ct-silu-fp16-e4k9m8h128i64-balanced"], "is not a case"),  # k > E
@@ -89,7 +97,7 @@ def test_a_malformed_ledger_is_named_by_file_and_line(
 
 
 def test_without_vllm_run_says_how_to_get_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "vllm" else object())
     assert main(["run", "--backend", "interpreter"]) == Exit.MISUSE
     assert capsys.readouterr().err == "moediff: vLLM is not installed in this environment: `tox run -e interpreter` makes one that has it\n"
 
@@ -157,11 +165,29 @@ def test_a_planted_fault_is_found_named_and_repeatable_without_vllm(tmp_path: Pa
     assert f"again    moediff run {case} --entry fused_experts --backend interpreter --subject fake:W2_SCALE" in faulty.stdout
 
 
-def test_an_unknown_fault_is_misuse(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "harness.cli", "run", FIRST.case.id, "--subject=fake:RUST", f"--records={tmp_path}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=outside())
-    assert done.returncode == Exit.MISUSE
-    assert "moediff: unknown fault 'RUST'; the faults are ZERO_OUTPUT" in done.stderr
+BLOCKED = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "{module}":
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Blocked())
+import importlib.util
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name == "{module}" else found(name, package)
+from harness.cli import main
+sys.exit(main({arguments}))
+"""
+
+
+@pytest.mark.parametrize("module", ["rich", "jinja2", "pytest", "xdist", "pytest_timeout", "packaging"])
+def test_without_a_module_that_the_harness_needs_a_run_says_so_before_it_begins(module: str, tmp_path: Path) -> None:
+    arguments = ["run", "--subject=fake", f"--records={tmp_path / 'out'}", FIRST.case.id]
+    program = BLOCKED.format(module=module, arguments=arguments)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=outside())
+    sentence = f"the Python module '{module}' is not installed in this environment; `pip install -e .` installs what moediff needs"
+    assert (done.returncode, done.stdout, done.stderr) == (Exit.MISUSE, "", f"moediff: {sentence}\n")
+    assert not (tmp_path / "out").exists()
 
 
 def test_collecting_nightly_imports_neither_torch_nor_vllm() -> None:

@@ -6,7 +6,7 @@ import importlib.util
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,12 +30,12 @@ class Ended(NamedTuple):
     records: dict[str, Record]
 
 
-def pytest_run(tmp_path: Path, *arguments: str, **environ: str) -> Ended:
+def pytest_run(tmp_path: Path, *arguments: str, where: Sequence[str] = ("harness/suite",), **environ: str) -> Ended:
     command = [sys.executable, "-m", "pytest", "-p", "harness.tests.stub_run", "-p", "no:cacheprovider", f"--records={tmp_path}"]
     command += [] if "STUB_LEDGER" in environ else ["--subject=fake"]  # which no ledger speaks of
     outside = {name: value for name, value in child_environ().items() if not name.startswith("PYTEST_")}  # xdist's, around this test
     done = subprocess.run(
-        [*command, "harness/suite", *arguments],
+        [*command, *where, *arguments],
         cwd=ROOT,
         env={**outside, **environ},
         capture_output=True,
@@ -135,7 +135,7 @@ def test_a_failure_the_ledger_knows_is_confirmed_and_ends_with_0(tmp_path: Path,
     ended = pytest_run(tmp_path, "-n0", *some(2), STUB_FAIL="0", STUB_LEDGER=ledger())
     assert ended.code == 0, ended.text
     assert (ended.records[SMOKE[0]].status, ended.records[SMOKE[0]].ledger) == (Status.KNOWN, "stubborn")
-    assert "stubborn: 1 pairs · STUB · https://example.invalid/1" in ended.text
+    assert "stubborn: 1 pair · STUB · https://example.invalid/1" in ended.text
 
 
 def test_a_fault_that_stopped_failing_ends_with_1(tmp_path: Path, ledger: Callable[..., str]) -> None:
@@ -151,9 +151,26 @@ def test_a_fault_that_fails_differently_ends_with_1(tmp_path: Path, ledger: Call
 
 
 def test_an_entry_that_matches_no_pair_ends_with_1(tmp_path: Path, ledger: Callable[..., str]) -> None:
-    ended = pytest_run(tmp_path, "-n0", *some(2), STUB_LEDGER=ledger(cases="int7-*"))
+    ended = pytest_run(tmp_path, "-n2", STUB_LEDGER=ledger(cases="int7-*"))
     assert ended.code == 1
     assert "ledger entry 'stubborn' matches no pair of level smoke" in ended.text
+
+
+@pytest.mark.parametrize(
+    "narrowed", [some(2), ["-k", "relu2_no_mul"], ["--entry=layer"], [f"harness/suite/test_forward.py::test_pair[{SMOKE[0]}]"]]
+)
+def test_a_run_of_less_than_a_level_says_nothing_about_entries_that_match_nothing(
+    tmp_path: Path, ledger: Callable[..., str], narrowed: list[str]
+) -> None:
+    where = ["harness/suite"] * ("::" not in narrowed[-1])
+    ended = pytest_run(tmp_path, "-n0", *narrowed, STUB_LEDGER=ledger(cases="int7-*"), where=where)
+    assert ended.code == 0, ended.text
+    assert "matches no pair" not in ended.text
+
+
+def test_entries_of_a_larger_level_than_the_one_that_is_run_are_not_judged(tmp_path: Path, ledger: Callable[..., str]) -> None:
+    ended = pytest_run(tmp_path, "-n2", STUB_LEDGER=ledger(ISSUE + 'level = "nightly"\n', cases="int7-*"))
+    assert ended.code == 0, ended.text
 
 
 def test_a_malformed_ledger_is_one_sentence_with_file_and_line_and_2(tmp_path: Path, ledger: Callable[..., str]) -> None:
@@ -168,6 +185,7 @@ def test_a_subject_that_cannot_be_driven_ends_the_run_with_one_sentence(tmp_path
     ended = pytest_run(tmp_path, workers, STUB_UNAVAILABLE="1")
     assert ended.code == 2
     assert ended.errors == "moediff: the stub was told to be unavailable: unset STUB_UNAVAILABLE\n"
+    assert ended.text.count("told to be unavailable") == 1
     assert "During handling" not in ended.text
     assert "Traceback" not in ended.text + ended.errors
     assert not ended.records
@@ -180,14 +198,22 @@ def test_a_subject_that_cannot_be_driven_ends_the_run_with_one_sentence(tmp_path
         ("--level=all", "unknown level 'all'; the levels are smoke, nightly, deep"),
         ("--entry=back", "unknown entry 'back'; the entries are layer"),
         ("--case=int8", "'int8' is not a case"),
+        ("--subject=rust", "unknown subject 'rust'; say vllm, fake or fake:FAULT"),
+        ("--subject=fake:RUST", "unknown fault 'RUST'; the faults are ZERO_OUTPUT"),
     ],
 )
 @pytest.mark.parametrize("workers", ["-n0", "-nauto"])
 def test_a_wrong_option_is_one_sentence_and_2(tmp_path: Path, argument: str, sentence: str, workers: str) -> None:
     ended = pytest_run(tmp_path, workers, argument)
     assert ended.code == 2
-    assert sentence in ended.text + ended.errors
+    assert (ended.text + ended.errors).count(sentence) == 1
     assert "Traceback" not in ended.text + ended.errors
+
+
+def test_a_negative_number_of_workers_is_one_sentence_and_2(tmp_path: Path) -> None:
+    ended = pytest_run(tmp_path, "-n-1")
+    assert ended.code == 2
+    assert "-n takes a number of worker processes or auto, not -1" in ended.text + ended.errors
 
 
 def test_k_selects_by_id(tmp_path: Path) -> None:

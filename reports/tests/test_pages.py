@@ -30,7 +30,7 @@ def test_the_summary_counts_confirms_and_names_what_is_new() -> None:
     lines = text.splitlines()
     assert any("MISMATCH" in line and [n for n in line.replace("│", " ").split() if n.isdigit()] == ["4", "0", "2", "2"] for line in lines)
     assert f"int8-static-channel: 2 pairs · W_SCALE_FLAT_INDEX@1,2 · {LINK}" in text
-    assert "New: 2 pairs" in text
+    assert "New: 2 pairs\n" in text
     assert "MISMATCH d[layer]: inside the interval (W_SCALE_FLAT_INDEX@1,2)" in text
     assert "MISMATCH e[layer]: entry 'x' expects RUN_ERROR\n" in text
     assert "peak worker memory 3.00 GiB" in text
@@ -40,6 +40,22 @@ def test_the_summary_counts_confirms_and_names_what_is_new() -> None:
 
 def test_the_summary_of_a_clean_run_says_so() -> None:
     assert "Nothing new" in summary.render(RECORDS[:3], where=".")
+
+
+def test_kinds_of_records_are_counted_apart() -> None:
+    records = [*RECORDS, dataclasses.replace(RECORDS[0], relation="repeated", kind="exact relation")]
+    text, page = summary.render(records, where=".", width=200), html.render(records)
+    assert text.splitlines()[0].strip() == "5 pairs, 1 exact relation on interpreter"
+    passed = next(line for line in text.splitlines() if "PASS" in line)
+    assert [n for n in passed.replace("│", " ").split() if n.isdigit()] == ["1", "1", "2", "0", "0"]
+    assert "<h1>5 pairs, 1 exact relation on interpreter</h1>" in page
+    assert "<code>repeated:a[layer]</code>" in page
+
+
+def test_the_summary_of_an_interrupted_run_does_not_say_that_all_is_well() -> None:
+    text = summary.render(RECORDS[:3], where=".", unfinished=7)
+    assert "Nothing new in what was run; 7 results are missing" in text
+    assert "ended as the ledger says" not in text
 
 
 def test_a_ledger_entry_that_matched_nothing_is_no_clean_run() -> None:

@@ -74,6 +74,16 @@ def test_a_worker_that_died_loses_no_finished_record_and_its_pair_is_named(tmp_p
     assert read_worker(path).open_seconds == 1.5
 
 
+def test_of_an_interrupted_run_only_crashed_workers_leave_a_pair_behind(tmp_path: Path) -> None:
+    for worker in "gw0", "gw1":
+        recorder = Recorder(tmp_path, worker)
+        recorder.started(dataclasses.replace(START, worker=worker, case=worker))
+        recorder.close()
+    assert [record.case for record in merge(tmp_path)] == ["gw0", "gw1"]
+    assert [record.case for record in merge(tmp_path, {"gw1"})] == ["gw1"]
+    assert merge(tmp_path, set()) == []
+
+
 def test_a_damaged_line_in_the_middle_is_an_error_that_names_file_and_line(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, "gw0")
     recorder.started(START)
