@@ -6,6 +6,7 @@ as uint16 and fp8 as uint8 in the interpreter's numpy arrays, so arithmetic that
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -194,7 +195,48 @@ def fill_libdevice() -> bool:
     return True
 
 
-GAPS: tuple[Callable[[], bool], ...] = (fill_casts, fill_arithmetic, fill_dot, fill_libdevice)
+def fill_core() -> bool:
+    """Builtins that a kernel reaches as ``tl.core.sub`` are not given the interpreter's semantic; as ``tl.sub`` they are."""
+    patch_lang = interpreter._patch_lang
+    if getattr(patch_lang, "moediff", False) or _patches_core(patch_lang):
+        return False
+
+    def patch(fn: Callable[..., object]) -> object:
+        scope = patch_lang(fn)
+        if "core" in fn.__code__.co_names:
+            interpreter._patch_builtin(tl.core, interpreter.interpreter_builder, scope)
+        return scope
+
+    patch.moediff = True
+    interpreter._patch_lang = patch
+    return True
+
+
+def _patches_core(patch_lang: Callable[..., object]) -> bool:
+    before = tl.core.sub
+    scope = patch_lang(_reaches_core)
+    try:
+        return tl.core.sub is not before
+    finally:
+        scope.restore()
+
+
+def _reaches_core() -> object:
+    return tl.core.sub
+
+
+def fill_members() -> bool:
+    """``x.floor()`` and the other functions of tl.math as methods are not known to be builtins, and get no semantic."""
+    found = False
+    for name, function in vars(tl.math).items():
+        member = vars(tl.tensor).get(name)
+        if tl.core.is_builtin(function) and inspect.isfunction(member) and not tl.core.is_builtin(member):
+            setattr(member, tl.core.TRITON_BUILTIN, True)
+            found = True
+    return found
+
+
+GAPS: tuple[Callable[[], bool], ...] = (fill_casts, fill_arithmetic, fill_dot, fill_libdevice, fill_core, fill_members)
 
 
 def fill() -> tuple[str, ...]:

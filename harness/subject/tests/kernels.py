@@ -61,3 +61,16 @@ def strided_add(a, b, out, n, block: tl.constexpr):
     offsets = tl.program_id(0) * block + tl.arange(0, block)
     mask = offsets < n
     tl.store(out + offsets, tl.load(a + offsets, mask=mask) + tl.load(b + offsets, mask=mask), mask=mask)
+
+
+@triton.jit
+def _through_core(x):
+    return tl.core.sub(5, x, sanitize_overflow=False)
+
+
+@triton.jit
+def core_and_members(source, target, floors, n: tl.constexpr):
+    offsets = tl.arange(0, n)
+    x = tl.load(source + offsets)
+    tl.store(target + offsets, _through_core(x))
+    tl.store(floors + offsets, tl.log2(x).floor())

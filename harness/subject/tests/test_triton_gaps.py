@@ -149,3 +149,11 @@ def test_filling_twice_fills_nothing(kernels: ModuleType) -> None:
 
     assert triton_gaps.fill() == ()
     assert compiled_ops.register() == ()
+
+
+def test_builtins_through_the_core_module_and_as_methods(kernels: ModuleType) -> None:
+    x = torch.arange(1, 65).float()
+    less, floors = torch.zeros(64), torch.zeros(64)
+    _one_program(kernels.core_and_members, x, less, floors, n=64)
+    assert torch.equal(less, 5 - x)
+    assert torch.equal(floors, torch.log2(x).floor())
