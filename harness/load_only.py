@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from cases.case import Entry, MoECase
 from cases.checkpoint import make_checkpoint
 from harness import judge
+from harness.backends import SPECS
 from harness.pipeline import PairResult
 from harness.refusals_architecture import classes, refusals
 from harness.subject import LoadFailed
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from harness.subject import Subject
 
 _NEEDS_GPU = re.compile(r"compiled operator (\S+) has no CPU implementation in the interpreter lane")
+_OWNERS = ("marlin", "deep_gemm")  # operators of one backend alone are named after it
 _EITHER = re.compile(r"TritonOr(\w+)")  # wrappers that choose per batch are named after the kernels that were asked for
 
 
@@ -48,6 +50,8 @@ def _raised(case: MoECase, backend: Backend, architecture: Architecture, error: 
             return Verdict(outcome=Outcome.UNSUPPORTED, claim=f"refused by design: {refusal.reason}", detail=error.detail)
     if needs := _NEEDS_GPU.search(error.detail):
         extras["stops_at"] = needs[1]
+        if others := [owner for owner in _OWNERS if owner in needs[1] and not SPECS[backend].moe_backend.startswith(owner)]:
+            return judge.wrong_class(f"{others[0]}'s {needs[1]}", classes(case, backend, architecture))
         claim = f"chosen for {architecture.name} and loaded as far as {needs[1]}, which needs the GPU"
         return Verdict(outcome=Outcome.PASS, claim=claim, detail=error.detail)
     return judge.raised(Outcome.LOAD_ERROR, error.detail)

@@ -23,7 +23,8 @@ def refusals(case: MoECase, backend: Backend, architecture: Architecture) -> tup
 
 def _there(backend: Backend, architecture: Architecture) -> tuple[Refusal, ...]:
     spec = SPECS[backend]
-    if spec.needs_gpu and architecture.name not in spec.architectures:
+    falls_back = backend is Backend.HUMMING_A8  # to 16-bit activations, where they cannot be quantized
+    if spec.needs_gpu and architecture.name not in spec.architectures and not falls_back:
         no_device = f"{backend} has no kernels for {architecture.name}"
         return (not_supported(lambda c: not runs_default(c, backend), no_device, "current device"),)
     match backend:

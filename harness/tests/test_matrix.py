@@ -60,6 +60,7 @@ def test_what_is_declared_is_refused() -> None:
     assert verdict(CHANNEL, Backend.TRITON, LoadFailed(refused, refused=True), "sm80").outcome is Outcome.UNSUPPORTED
     nowhere = LoadFailed("ValueError: since kernel does not support current device interpreter.", refused=True)
     assert verdict(BLOCK, Backend.DEEP_GEMM, nowhere, "sm80").outcome is Outcome.UNSUPPORTED
+    assert verdict(CHANNEL, Backend.HUMMING_A8, "HummingIndexedExperts", "sm80").outcome is Outcome.PASS
 
 
 def test_what_is_not_declared_is_news() -> None:
@@ -98,6 +99,8 @@ def test_an_operator_that_needs_the_gpu_is_where_it_ends() -> None:
     result = load_pair(CHANNEL, Backend.MARLIN, SM90, Says(LoadFailed(needs)))
     assert (result.verdict.outcome, result.extras["stops_at"]) == (Outcome.PASS, "_C::gptq_marlin_repack")
     assert verdict(CHANNEL, Backend.MARLIN, LoadFailed("KeyError: 'weight_scale'")).outcome is Outcome.LOAD_ERROR
+    other = verdict(CHANNEL, Backend.HUMMING, LoadFailed(needs))
+    assert (other.outcome, other.signature) == (Outcome.RUN_ERROR, "WRONG_CLASS:marlin's _C::gptq_marlin_repack")
 
 
 def test_the_ledger_speaks_of_loading_where_its_entry_does() -> None:

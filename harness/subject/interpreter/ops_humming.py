@@ -18,17 +18,25 @@ TILE = 64
 
 
 def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes (int64) of little-endian streams: int32 [..., n] -> [..., n * 32 / bits]."""
-    single = words.long().unsqueeze(-1) >> torch.arange(32) & 1
-    codes = single.flatten(-2).unflatten(-1, (-1, bits))
-    return (codes << torch.arange(bits)).sum(-1)
+    """Codes (uint8) of little-endian streams: int32 [..., n] -> [..., n * 32 / bits]."""
+    eights = words.contiguous().view(torch.uint8)
+    if 8 % bits == 0:
+        split = eights.unsqueeze(-1) >> torch.arange(0, 8, bits, dtype=torch.uint8)
+        return (split & (1 << bits) - 1).flatten(-2)
+    single = eights.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1
+    return (single.flatten(-2).unflatten(-1, (-1, bits)) << torch.arange(bits, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
 
 
 def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Inverse of ``unpacked``; bits of a code above its width are dropped."""
-    single = codes.long().unsqueeze(-1) >> torch.arange(bits) & 1
-    words = (single.flatten(-2).unflatten(-1, (-1, 32)) << torch.arange(32)).sum(-1)
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    """Inverse of ``unpacked``, for whole words; bits of a code above its width are dropped."""
+    codes = codes.to(torch.uint8)
+    if 8 % bits == 0:
+        split = (codes & (1 << bits) - 1).unflatten(-1, (-1, 8 // bits)) << torch.arange(0, 8, bits, dtype=torch.uint8)
+        eights = split.sum(-1, dtype=torch.uint8)
+    else:
+        single = codes.unsqueeze(-1) >> torch.arange(bits, dtype=torch.uint8) & 1
+        eights = (single.flatten(-2).unflatten(-1, (-1, 8)) << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+    return eights.contiguous().view(torch.int32)
 
 
 def _stored(result: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
@@ -87,7 +95,7 @@ def repack_weight(
     """int32 words [E, N, K * B / 32] -> [E, K * A / 256, N * B * 8 / A]. B divides 32; no zero point, no packed-K layout."""
     if should_preprocess_with_zp or use_packed_k_layout or use_fused_e8m0_scale or padded_shape_n or padded_shape_k or 32 % weight_bits:
         raise NotImplementedError("Could not run 'humming::repack_weight' with arguments from the 'CPU' backend in this layout")
-    codes = unpacked(inputs, weight_bits) if is_weight_packed else inputs.long()
+    codes = unpacked(inputs, weight_bits) if is_weight_packed else inputs.to(torch.uint8)
     codes = codes if codes.dim() == 3 else codes.unsqueeze(0)
     rows = codes.shape[-1] * activation_bits // 256
     if should_preprocess_for_int2fp:  # offset binary: sign and distance, so that the sign can be moved into a float
