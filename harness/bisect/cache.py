@@ -27,8 +27,8 @@ DEFAULT_LIMIT = 12 * GIB  # bytes; a release is about 1 GiB, a revision about 60
 def default_root() -> Path:
     """``MOEDIFF_CACHE``, else ``moediff`` in the user's cache folder."""
     if chosen := os.environ.get("MOEDIFF_CACHE"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moediff"
+        return Path(chosen).absolute()  # workers run in another folder
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "moediff"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import shlex
+import shutil
 import sys
 import tempfile
 import traceback
@@ -29,7 +30,7 @@ from harness.bisect.search import Ambiguous, Found, NotFound, Result, Status, tu
 from harness.bisect.spec import Revision, State, parse
 from harness.bisect.states import Plan, StateRun, run, run_one
 from harness.bisect.trees import planted
-from harness.bisect.trouble import Exit, StateError
+from harness.bisect.trouble import Exit, Interrupted, StateError
 from harness.commands.output import say
 from harness.environment import environment
 from harness.exits import Misuse
@@ -37,6 +38,7 @@ from harness.pairs import Pair, parse_entry, parse_level, select
 from harness.suite.options import parse_backend
 
 EPILOG = "exit codes, as `git bisect run` takes them: 0 good, 1 bad, 125 cannot tell, 128 misuse"
+SEARCHES = "searches"  # folder in the cache: the log and the last page of each search
 Subparsers = Any  # argparse gives its type no public name
 
 
@@ -111,7 +113,7 @@ def _guarded(handler: Callable[[argparse.Namespace], int], arguments: argparse.N
         raise
     except KeyboardInterrupt:
         goes_on = ": the same command with --resume goes on from here" if hasattr(arguments, "resume") else ""
-        raise StateError(f"interrupted{goes_on}") from None
+        raise Interrupted(f"interrupted{goes_on}") from None
     except (Misuse, InvalidCase) as error:
         raise StateError(str(error)) from None
     except Exception:  # noqa: BLE001 - Python would end with 1, which says "bad"
@@ -231,7 +233,7 @@ def bisect(arguments: argparse.Namespace) -> int:
         "regress-on": on.value,
         "vllm": installed.version,
     }
-    log = cache.root / "searches" / hashlib.sha256(repr(asked).encode()).hexdigest()[:12]
+    log = cache.root / SEARCHES / hashlib.sha256(repr(asked).encode()).hexdigest()[:12]
 
     def run_at(revision: str, pairs: Sequence[Pair]) -> StateRun:
         with planted(through.state(revision), cache, installed) as tree:
@@ -267,6 +269,7 @@ def bisect(arguments: argparse.Namespace) -> int:
         _again(arguments, plan, {arguments.good: through.names[0], arguments.bad: through.names[-1]} if through.repository else {}),
         environment(),
     )
+    log.parent.mkdir(parents=True, exist_ok=True)  # `moediff cache --clear` may have run meanwhile
     log.with_suffix(".md").write_text(page)
     say(page)
     sys.stderr.write(f"this page: {log.with_suffix('.md')}\n")
@@ -327,6 +330,8 @@ def manage_cache(arguments: argparse.Namespace) -> int:
         limit = 0 if arguments.clear else cache.limit if arguments.limit is None else int(arguments.limit * GIB)
         for entry in cache.evict(limit, older_than=(arguments.older_than or 0) * 86400):
             say(f"removed {entry.key}  {entry.size / GIB:.2f} GiB  {entry.what}")
+        if arguments.clear:
+            shutil.rmtree(cache.root / SEARCHES, ignore_errors=True)
     entries = cache.entries()
     for entry in entries:
         say(f"{entry.key}  {entry.size / GIB:.2f} GiB  {entry.what}")

@@ -33,7 +33,7 @@ class Symptom(StrEnum):
     UNAVAILABLE = "unavailable"
     ERROR = "error"
     REFUSED = "refused"
-    NUMERIC = "numeric"
+    NUMERIC = "numeric"  # at stage load when the loaded parameters differ already
     CONTROL = "control"  # the scales of an expert without tokens matter
     MEMORY = "memory"
     SPEED = "speed"
@@ -75,7 +75,9 @@ def compare(before: Observation, after: Observation, *, bits: bool = False, spee
     found: tuple[Stage, Symptom] | None = None
     if (before.signature, margin_class(before)) != (after.signature, margin_class(after)):
         outcomes = (after.verdict.outcome, before.verdict.outcome)
-        found = next((_PLACE[outcome] for outcome in outcomes if outcome in _PLACE), (Stage.RUN, Symptom.NUMERIC))
+        loaded = before.parameters == after.parameters or not (before.parameters and after.parameters)
+        numeric = (Stage.RUN if loaded else Stage.LOAD, Symptom.NUMERIC)
+        found = next((_PLACE[outcome] for outcome in outcomes if outcome in _PLACE), numeric)
     elif before.control != after.control:
         found = (Stage.RUN, Symptom.CONTROL)
     elif _apart(before.loaded_bytes, after.loaded_bytes, MEMORY):

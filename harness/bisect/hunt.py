@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from harness.bisect.observe import Observation
 from harness.bisect.search import Result, Status, first_bad
@@ -76,14 +77,19 @@ class Log:
         if resume:
             if path is None or not path.is_file():
                 raise StateError(f"there is no search to resume at {path}: leave --resume out")
-            said = json.loads(path.read_text())
-            if said["asked"] != asked:
-                changed = [key for key in asked if said["asked"].get(key) != asked[key]]
-                raise StateError(f"{path} is the log of another search ({', '.join(changed)} differ): leave --resume out")
-            log.targets = said["targets"]
-            log.answers = {name: Answer(**each | {"status": Status(each["status"])}) for name, each in said["answers"].items()}
-            log.seen = {name: {pair: Observation.from_dict(each) for pair, each in pairs.items()} for name, pairs in said["seen"].items()}
+            try:
+                log._read(json.loads(path.read_text()))
+            except (ValueError, KeyError, TypeError) as error:
+                raise StateError(f"{path} is no log of a search that this moediff reads: leave --resume out") from error
         return log
+
+    def _read(self, said: dict[str, Any]) -> None:
+        if said["asked"] != self.asked:
+            changed = [key for key in self.asked if said["asked"].get(key) != self.asked[key]]
+            raise StateError(f"{self.path} is the log of another search ({', '.join(changed)} differ): leave --resume out")
+        self.targets = said["targets"]
+        self.answers = {name: Answer(**each | {"status": Status(each["status"])}) for name, each in said["answers"].items()}
+        self.seen = {name: {pair: Observation.from_dict(each) for pair, each in pairs.items()} for name, pairs in said["seen"].items()}
 
     def note(self, revision: str, answer: Answer) -> None:
         """Remember and write."""
@@ -93,7 +99,7 @@ class Log:
             answers = {name: asdict(each) for name, each in self.answers.items()}
             seen = {name: {pair: each.to_dict() for pair, each in pairs.items()} for name, pairs in self.seen.items()}
             whole = {"asked": self.asked, "targets": self.targets, "answers": answers, "seen": seen}
-            part = self.path.with_suffix(".part")
+            part = self.path.with_suffix(f".{os.getpid()}.part")
             part.write_text(json.dumps(whole))
             part.replace(self.path)  # a search that is killed while it writes can still be resumed
 

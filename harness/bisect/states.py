@@ -102,7 +102,7 @@ def run_one(tree: Tree, plan: Plan, *, keep: Path | None = None, lane: int = 0, 
             story = story.died(code, (Path(folder) / "stderr").read_text(errors="replace"))
     return StateRun(
         tree=tree,
-        observations=story.observations or {pair.id: unavailable(pair.id, story.unavailable, NO_STATE) for pair in plan.pairs},
+        observations={pair.id: unavailable(pair.id, story.unavailable, NO_STATE) for pair in plan.pairs} | story.observations,
         subject=story.subject,
         unavailable=story.unavailable,
         open_seconds=story.open_seconds,
@@ -207,7 +207,7 @@ class _Story:
         if code >= 0 or not self.started:
             if code >= 0:
                 raise WorkerBroke(f"a worker ended with exit code {code}:\n{said}")
-            return replace(self, unavailable=f"the process ended by {signal.Signals(-code).name} while vllm was imported: {last}")
+            return replace(self, unavailable=f"the process ended by {signal.Signals(-code).name} outside of any pair: {last}")
         name = signal.Signals(-code).name
         if -code == signal.SIGALRM:
             seen = unavailable(self.started, f"nothing was heard from this pair for {PATIENCE:.0f} s: the process was ended")

@@ -13,13 +13,20 @@ class Exit(IntEnum):
     GOOD = 0  # compare: nothing differs; bisect: the culprit is named
     BAD = 1  # compare: something differs; bisect: the ends do not span a change
     CANNOT_TELL = 125  # compare: a state cannot be driven; bisect: several candidates are left
-    MISUSE = 128  # stops a `git bisect run`
+    MISUSE = 128  # stops a `git bisect run`, as every higher one does
+    INTERRUPTED = 130
 
 
 class StateError(Misuse):
     """The user named a state that does not exist or cannot be read."""
 
     exit: int = Exit.MISUSE  # type: ignore[assignment]
+
+
+class Interrupted(StateError):
+    """Ctrl-C."""
+
+    exit = Exit.INTERRUPTED
 
 
 class StateUnavailable(StateError):

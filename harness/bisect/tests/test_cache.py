@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.bisect.cache import Cache
+from harness.bisect.cache import Cache, default_root
 from harness.bisect.trouble import StateError
 
 KIB = 1024
@@ -119,6 +119,14 @@ def test_a_folder_that_takes_no_tree(number: int, sentence: str, tmp_path: Path)
     with pytest.raises(StateError, match=sentence), Cache(tmp_path).tree("k", "", fails):
         pass
     assert Cache(tmp_path).entries() == []
+
+
+def test_the_root_does_not_depend_on_where_a_worker_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEDIFF_CACHE", "here")
+    assert default_root() == Path.cwd() / "here"
+    monkeypatch.delenv("MOEDIFF_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "there")
+    assert default_root() == Path.cwd() / "there" / "moediff"
 
 
 def test_a_root_that_is_no_folder(tmp_path: Path) -> None:

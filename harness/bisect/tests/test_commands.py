@@ -211,7 +211,7 @@ def test_an_interrupted_bisect_goes_on_and_tells_all(
         return states.run_one(tree, plan)
 
     monkeypatch.setattr(commands, "run_one", interrupted)
-    assert main(span) == Exit.MISUSE
+    assert main(span) == Exit.INTERRUPTED
     assert capsys.readouterr().err.endswith("moediff: interrupted: the same command with --resume goes on from here\n")
     assert main([*span, "--resume"]) == Exit.GOOD
     resumed = capsys.readouterr()

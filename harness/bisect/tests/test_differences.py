@@ -40,6 +40,7 @@ RAISED = observation(Outcome.LOAD_ERROR, None, "KeyError: 1", parameters={}, out
         (observation(Outcome.MISMATCH, 3.0, "X@1"), Stage.RUN, Symptom.NUMERIC),
         (observation(Outcome.NOT_IDENTICAL, 3.0, "X@1"), Stage.RUN, Symptom.NUMERIC),
         (observation(margin=0.0), Stage.RUN, Symptom.NUMERIC),
+        (observation(Outcome.MISMATCH, 3.0, "X@1", parameters=parameters(w13=W13, w2=W2 + 1)), Stage.LOAD, Symptom.NUMERIC),
         (observation(control="changed"), Stage.RUN, Symptom.CONTROL),
         (observation(parameters=parameters(w13=W13.repeat(2, 1), w2=W2)), Stage.LOAD, Symptom.MEMORY),
     ],

@@ -173,3 +173,7 @@ def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
         Log.start(path, asked | {"bad": "g"}, resume=True)
     with pytest.raises(StateError, match="there is no search to resume at"):
         Log.start(tmp_path / "none.json", asked, resume=True)
+    for damaged in ("", "[]", '{"asked": {}}', path.read_text()[:-9]):
+        path.write_text(damaged)
+        with pytest.raises(StateError, match=r"is no log of a search that this moediff reads|is the log of another search"):
+            Log.start(path, asked, resume=True)

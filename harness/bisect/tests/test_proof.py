@@ -22,6 +22,7 @@ FP8_TENSOR = "e4m3fn-tensor-static-ct-silu-bf16-e4k2m8h128i64-one_each"
 
 ROUTED = "vllm/model_executor/layers/fused_moe/routed_experts.py"
 KERNEL = "vllm/model_executor/layers/fused_moe/fused_moe.py"
+FACTORY = "vllm/model_executor/layers/fused_moe/layer.py"
 FP8_UTILS = "vllm/model_executor/layers/quantization/utils/fp8_utils.py"
 HARMLESS = ("vllm/logger.py", "vllm/envs.py", KERNEL, ROUTED, FP8_UTILS)
 
@@ -60,6 +61,13 @@ SCALE_INDEX = Edit(
 )
 _LOOP = "\n        start = 0\n        for shard_id in range(2):\n            dq_weight = per_tensor_dequantize("
 DROPPED_REQUANTIZATION = Edit(FP8_UTILS, ((f"for expert_id in range(num_experts):{_LOOP}", f"for expert_id in ():{_LOOP}"),))
+UNFAMILIAR = Edit(
+    FACTORY,
+    (
+        ('    prefix: str = "",\n    custom_routing_function', '    name: str = "",\n    custom_routing_function'),
+        ("    layer_name = prefix\n", "    layer_name = name\n"),
+    ),
+)
 BROKEN_IMPORT = Edit("vllm/logger.py", (("import logging\n", "import logging_of_vllm as logging\n"),))
 
 
@@ -147,6 +155,18 @@ def test_each_planted_commit_is_found(
     assert main(["bisect", *ends, "--regress-on", on, case, "--entry", "layer", "--backend", "interpreter"]) == Exit.GOOD
     page = capsys.readouterr().out
     assert f" {names[culprit]} " in page, page
+
+
+def test_a_surface_that_is_not_recognised_is_neither_good_nor_bad(history: History, capsys: pytest.CaptureFixture[str]) -> None:
+    checkout = history.checkout
+    checkout.write(UNFAMILIAR.into(checkout))
+    try:
+        assert main(["probe", INT8_CHANNEL, "--repo", str(checkout.path), "--backend", "interpreter"]) == Exit.CANNOT_TELL
+    finally:
+        checkout.git("checkout", "--quiet", "vllm")
+    printed = capsys.readouterr().out
+    assert printed.startswith("unknown: ")
+    assert " is not recognised: FusedMoEFactory takes no prefix; use a vllm release from " in printed
 
 
 def test_thirty_two_commits_on_one_case(history: History, capsys: pytest.CaptureFixture[str]) -> None:
