@@ -142,3 +142,10 @@ def test_static_fp8_by_rows_columns_and_blocks() -> None:
         out = torch.zeros(2, 4, dtype=FP8)
         q.static_scaled_fp8_quant(out, x, scale, shape)
         assert torch.equal(out.float(), (x / expanded).to(FP8).float())
+
+
+@pytest.mark.parametrize(("shape", "reason"), [((4, 1, 1), "2D tensor, but got 3D"), ((3, 1), r"divisible by scale.size\(0\) \(3\)")])
+def test_a_static_fp8_scale_of_a_shape_that_the_kernel_does_not_take_is_refused_in_its_words(shape: tuple[int, ...], reason: str) -> None:
+    x = torch.ones(8, 32)
+    with pytest.raises(RuntimeError, match=reason):
+        q.static_scaled_fp8_quant(torch.empty(8, 32, dtype=FP8), x, torch.ones(shape))
