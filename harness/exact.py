@@ -119,7 +119,7 @@ def examine(relation: Relation, setting: Setting, drive: Drive) -> tuple[tuple[B
             before = drive.before(variant, setting)
             after = drive.after(variant, setting)
         except SubjectError as error:
-            if variant.may_refuse and _reasoned(error):
+            if variant.may_refuse and reasoned(error):
                 drive.refused.append(f"{variant.change}: {error.detail}")
                 continue
             raise
@@ -163,18 +163,7 @@ def identify(variant: Variant, actual: torch.Tensor) -> str:
     A fault can lead out of the lattice: then every element lies in the interval of the faulty recipe.
     """
     setting = variant.setting
-    how = setting.recipe
-    stored = expected.experts(setting.case, setting.checkpoint)
-    inputs = Inputs(
-        experts=stored,
-        loaded=load(stored, how),
-        hidden_states=setting.batch.hidden_states,
-        router_logits=setting.batch.router_logits,
-        routing=setting.routing,
-        renormalize=setting.case.renormalize,
-        activation=setting.case.activation,
-        recipe=how,
-    )
+    how, inputs = setting.recipe, inputs_of(setting)
     values = actual.to(torch.float64)
     if variant.views:
         seen = replace(inputs, loaded=memory_scales(setting, variant.views))
@@ -183,6 +172,21 @@ def identify(variant: Variant, actual: torch.Tensor) -> str:
         if applicable(fault, setting.case, how) and _predicts(fault, inputs, values):
             return f"{fault.name}@all" if separable(fault) else fault.name
     return ""
+
+
+def inputs_of(setting: Setting) -> Inputs:
+    """What faults are put into."""
+    stored = expected.experts(setting.case, setting.checkpoint)
+    return Inputs(
+        experts=stored,
+        loaded=load(stored, setting.recipe),
+        hidden_states=setting.batch.hidden_states,
+        router_logits=setting.batch.router_logits,
+        routing=setting.routing,
+        renormalize=setting.case.renormalize,
+        activation=setting.case.activation,
+        recipe=setting.recipe,
+    )
 
 
 def evaluate(inputs: Inputs) -> torch.Tensor:
@@ -210,7 +214,8 @@ def _inside(inputs: Inputs, actual: torch.Tensor) -> bool:
     return bool(((low <= actual) & (actual <= high)).all())
 
 
-def _reasoned(error: SubjectError) -> bool:
+def reasoned(error: SubjectError) -> bool:
+    """Whether the subject said why it raised."""
     kind, _, text = error.detail.partition(":")
     return kind in _REASONED and bool(text.strip())
 

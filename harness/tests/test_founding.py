@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from cases.axes import InvalidCase
+from cases.case import Entry, MoECase
+from harness.backends import Backend
+from harness.faults import Fault
+from harness.founding import CASES, OPPOSITE, Standing, render, rows, wrong
+from harness.relations_check import Setting
+from harness.subject.fake import FakeSubject
+
+LANE = Backend.INTERPRETER
+RELU2 = CASES[0]
+
+
+def standings(text: str, fault: Fault | None) -> set[Standing]:
+    return {row.standing for row in rows(text, FakeSubject(fault))}
+
+
+@pytest.mark.parametrize("text", [*CASES, *OPPOSITE])
+def test_an_honest_kernel_is_correct_in_every_row(text: str) -> None:
+    assert standings(text, None) == {Standing.CORRECT}
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_the_fault_is_predicted_to_the_bit_in_every_row(text: str) -> None:
+    assert standings(text, Fault.W_SCALE_FLAT_INDEX) == {Standing.FLAT_INDEX}
+
+
+@pytest.mark.parametrize("fault", [Fault.W2_SCALE_FLAT_INDEX, Fault.W13_SCALE_FLAT_INDEX, Fault.W2_CHANNEL_ROLLED])
+def test_another_fault_is_not_taken_for_it(fault: Fault) -> None:
+    assert standings(RELU2, fault) == {Standing.NEITHER}
+
+
+def test_every_expert_s_scales_and_every_flat_element_have_a_row_for_each_buffer() -> None:
+    found = list(rows(RELU2, FakeSubject(Fault.W_SCALE_FLAT_INDEX)))
+    changes = [
+        f"{name}.weight_scale{at} of expert {e} times 2" for name in ("up_proj", "down_proj") for e, at in [(e, "") for e in range(4)]
+    ]
+    changes += [f"{name}.weight_scale[{e}] of expert 0 times 2" for name in ("up_proj", "down_proj") for e in range(4)]
+    assert [row.change for row in found] == ["nothing", *changes]
+    by_change = {row.change: row for row in found}
+    element = by_change["down_proj.weight_scale[3] of expert 0 times 2"]
+    assert element.moved.startswith("the tokens of expert 3, all channels")
+    assert "w2_scale.flatten()[3] = " in element.used
+    last = by_change["down_proj.weight_scale of expert 3 times 2"]
+    assert (last.predicted[:23], last.moved) == ("the tokens of expert 3,", "nothing")
+
+
+def test_the_table_states_expected_and_actual_to_the_bit_and_the_element_used() -> None:
+    console = Console(width=400, record=True, file=io.StringIO())
+    console.print(render(list(rows(RELU2, FakeSubject(Fault.W_SCALE_FLAT_INDEX)))))
+    text = console.export_text()
+    assert "expected -0.087890625 (0xbdb4), actual -1.703125 (0xbfda)" in text
+    assert "w2_scale.flatten()[3] = 6.10351562e-05 (0x38800000), not w2_scale[3, 0, 0] = 7.62939453e-06 (0x37000000)" in " ".join(
+        text.split()
+    )
+
+
+def test_wrong_values_that_are_not_known_to_the_bit_are_refused() -> None:
+    case = MoECase.from_id("int8-channel-static-raw-gelu-fp32-e4k1m8h64i32-balanced-lattice")
+    with pytest.raises(InvalidCase, match="W_SCALE_FLAT_INDEX can give more than one number"):
+        wrong(Setting.of(case, Entry.FUSED_EXPERTS, LANE))
