@@ -82,8 +82,8 @@ def static_scaled_fp8_quant(out: torch.Tensor, x: torch.Tensor, scale: torch.Ten
             group_m, group_n = (full if size == -1 else size for size, full in zip(group_shape, (rows, columns), strict=True))
             scale = scale.reshape(rows // group_m, columns // group_n)
         _check(scale.dim() == 2, f"scale must be 0D, 1D, or 2D tensor, but got {scale.dim()}D")
-        for size, axis in ((rows, 0), (columns, 1)):
-            _check(size % scale.shape[axis] == 0, f"dimension {axis} ({size}) must be divisible by scale.size({axis}) ({scale.shape[axis]})")
+        for axis, (size, groups) in enumerate(zip((rows, columns), scale.shape, strict=True)):
+            _check(size % groups == 0, f"dimension {axis} ({size}) must be divisible by scale.size({axis}) ({groups})")
         inverse = 1.0 / scale
         inverse = inverse.repeat_interleave(rows // scale.shape[0], 0).repeat_interleave(columns // scale.shape[1], 1)
     out[:rows].copy_(to_e4m3_saturating(x.float().reshape(rows, columns) * inverse).reshape(x.shape))
