@@ -25,6 +25,8 @@ class ActScale(StrEnum):
     DYNAMIC_TENSOR = "dyntensor"
     DYNAMIC_TOKEN = "dyntoken"
     DYNAMIC_GROUP128 = "dyngroup128"
+    DYNAMIC_GROUP16 = "dyngroup16"  # NVFP4: E4M3 scales of 16 columns under a static global scale
+    DYNAMIC_GROUP32 = "dyngroup32"  # MX: E8M0 scales of 32 columns
 
 
 class Routing(StrEnum):

@@ -82,13 +82,16 @@ class MoECase:
         return up[::-1] if projection == "down_proj" else up
 
     def scale_shape(self, projection: str) -> tuple[int, ...]:
-        """Logical shape of one projection's scales: TENSOR (), CHANNEL (N, 1), BLOCK128 (ceil(N/128), ceil(K/128)), NONE ()."""
+        """Logical shape of one projection's scales: TENSOR (), CHANNEL (N, 1), BLOCK128 (ceil(N/128), ceil(K/128)), groups (N, K/width)."""
         rows, columns = self.shape(projection)
+        width = self.weight_scale.width
         match self.weight_scale:
             case Layout.CHANNEL:
                 return (rows, 1)
             case Layout.BLOCK128:
                 return (-(-rows // 128), -(-columns // 128))
+            case Layout.GROUP16 | Layout.GROUP32 | Layout.GROUP64 | Layout.GROUP128 if width is not None:
+                return (rows, columns // width)
             case _:
                 return ()
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cases.axes import Data
+from cases.axes import Data, Origin
+from cases.checkpoint_packed import write_gpt_oss, write_projection
 from cases.configs import quantization_config
 from cases.dense import dense_experts
 from cases.lattice import lattice_experts
+from cases.packed import is_packed
 from references.vocabulary import CheckpointFormat, Layout
 
 if TYPE_CHECKING:
@@ -23,7 +25,8 @@ class Checkpoint:
     """One MoE layer on disk.
 
     tensors: ``"{e}.gate_proj.weight"`` (gated only), ``"{e}.up_proj.weight"``, ``"{e}.down_proj.weight"`` with
-        ``.weight_scale`` / ``.weight_scale_inv`` / ``.input_scale`` / ``.bias`` beside them, as the format names them.
+        ``.weight_scale`` / ``.weight_scale_inv`` / ``.input_scale`` / ``.bias`` beside them, as the format names them. Packed and
+        microscaled formats: the names of references/checkpoint_packed.py.
     quantization_config: what config.json holds under that key; None when the checkpoint is not quantized.
     """
 
@@ -42,6 +45,8 @@ def make_checkpoint(case: MoECase) -> Checkpoint:
 
 def write(case: MoECase, experts: tuple[Expert, ...]) -> Checkpoint:
     """Experts in the case's checkpoint format: names, shapes and config of vLLM 0.33.0's readers of that format."""
+    if case.checkpoint is CheckpointFormat.GPT_OSS:
+        return Checkpoint(tensors=write_gpt_oss(case, experts), quantization_config=quantization_config(case))
     tensors: dict[str, torch.Tensor] = {}
     for index, expert in enumerate(experts):
         for name, projection in (("gate_proj", expert.gate), ("up_proj", expert.up), ("down_proj", expert.down)):
@@ -51,6 +56,9 @@ def write(case: MoECase, experts: tuple[Expert, ...]) -> Checkpoint:
 
 
 def _write_projection(case: MoECase, prefix: str, projection: Projection, tensors: dict[str, torch.Tensor]) -> None:
+    if case.origin is Origin.PREQUANTIZED and is_packed(case):
+        write_projection(case, prefix, projection, tensors)
+        return
     tensors[f"{prefix}.weight"] = projection.codes
     if projection.scale is not None:
         block = case.weight_scale is Layout.BLOCK128

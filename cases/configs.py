@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cases.axes import ActScale
+from cases import configs_packed, packed
+from cases.axes import ActScale, Origin
 from references.vocabulary import CheckpointFormat, Format, Layout
 
 if TYPE_CHECKING:
@@ -15,6 +16,8 @@ _BLOCK = [128, 128]
 
 def quantization_config(case: MoECase) -> dict[str, Any] | None:
     """None for plain and raw checkpoints, which say nothing."""
+    if case.origin is Origin.PREQUANTIZED and packed.is_packed(case):
+        return configs_packed.quantization_config(case)
     match case.checkpoint:
         case CheckpointFormat.COMPRESSED_TENSORS:
             return _compressed_tensors(case)
@@ -22,7 +25,9 @@ def quantization_config(case: MoECase) -> dict[str, Any] | None:
             return _quark(case)
         case CheckpointFormat.VLLM_FP8:
             return _vllm_fp8(case)
-        case CheckpointFormat.PLAIN | CheckpointFormat.RAW:
+        case CheckpointFormat.MODELOPT:
+            return configs_packed.modelopt(case)
+        case _:
             return None
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cases.axes import Origin
+from cases import dense_packed, packed
+from cases.axes import ActScale, Origin
 from cases.bits import bell, byte_string, distinct_fp32, grid, permutation
 from cases.roles import layer_key, zero_expert
 from references.moe import Expert, Projection
@@ -39,13 +40,15 @@ _INTERMEDIATE = {
     Activation.RELU2_NO_MUL: (2.8, 60.0),
 }
 _INPUT_PEAK = 4.5  # of 6.9 possible for a token of rms 2: a few inputs saturate
-_QUANT_MAX = {Format.INT8: 127.0, Format.E4M3FN: 448.0}
+_QUANT_MAX = {Format.INT8: 127.0, Format.E4M3FN: 448.0, Format.E2M1: 6.0}
 _BIAS_STEPS = 128  # mantissas that bf16, and so every hidden dtype, holds exactly
 _MIN_EXPERTS_FOR_TINY = 3
 
 
 def dense_experts(case: MoECase) -> tuple[Expert, ...]:
     """The layer of a case as a checkpoint would hold it; see Projection for shapes."""
+    if case.origin is Origin.PREQUANTIZED and packed.is_packed(case):
+        return _packed_experts(case)
     scales = _scales(case)
     inputs = _input_scales(case) if case.static_input else {}
 
@@ -65,6 +68,46 @@ def dense_experts(case: MoECase) -> tuple[Expert, ...]:
             scale=stored,
             input_scale=inputs[name][expert] if inputs else None,
             bias=_bias(case, expert, name) if case.bias else None,
+        )
+
+    return tuple(
+        Expert(
+            gate=projection(expert, "gate_proj") if case.activation.gated else None,
+            up=projection(expert, "up_proj"),
+            down=projection(expert, "down_proj"),
+        )
+        for expert in range(case.experts)
+    )
+
+
+def _packed_experts(case: MoECase) -> tuple[Expert, ...]:
+    unit = dense_packed.unit(case)
+    sizes = {name: (size / (unit * case.shape(name)[1] ** 0.5)).tolist() for name, size in _targets(case).items()}
+    whole: dict[str, torch.Tensor] = {}
+    if case.weight_scale is Layout.GROUP16:  # NVFP4: the larger half's magnitude in the global scale, the other's below it
+        halves = [name for name in case.projections if name != "down_proj"]
+        larger = [max(values) for values in zip(*(sizes[name] for name in halves), strict=True)]
+        tops = {name: sizes[name] if name == "down_proj" else larger for name in case.projections}
+        whole = dense_packed.global_scales(case, tops, "global_scale")
+        sizes = {name: [own / top for own, top in zip(sizes[name], tops[name], strict=True)] for name in case.projections}
+    scales = dense_packed.own_scales(case, sizes)
+    inputs: dict[str, torch.Tensor] = {}
+    if case.act_scale is ActScale.DYNAMIC_GROUP16:
+        peaks = {name: _INTERMEDIATE[case.activation][1] if name == "down_proj" else _INPUT_PEAK for name in case.projections}
+        peak_code = _QUANT_MAX[Format.E4M3FN] * _QUANT_MAX[Format.E2M1]
+        inputs = dense_packed.global_scales(case, {name: [peak / peak_code] * case.experts for name, peak in peaks.items()}, "input_scale")
+
+    def projection(expert: int, name: str) -> Projection:
+        codes = dense_packed.codes(case, _key(case, expert, name, "weight"), case.shape(name))
+        return Projection(
+            codes=dense_packed.zero_code(case, expert, name) if expert == zero_expert(case) else codes,
+            format=case.weight,
+            layout=case.weight_scale,
+            scale=scales[name][expert],
+            input_scale=inputs[name][expert] if inputs else None,
+            bias=_bias(case, expert, name) if case.bias else None,
+            zero_point=dense_packed.zero_points(case, expert, name),
+            global_scale=whole[name][expert] if whole else None,
         )
 
     return tuple(
@@ -100,10 +143,8 @@ def _code_rms(fmt: Format) -> float:
     return float(every.square().mean().sqrt())
 
 
-def _scales(case: MoECase) -> dict[str, torch.Tensor]:
-    """Per projection, [E, *scale_shape] float32 (hidden-dtype weights: [E, N, 1] amplitudes); no two equal in the layer."""
-    prequantized = case.origin is Origin.PREQUANTIZED
-    unit = _code_rms(case.weight) if prequantized else 1.0
+def _targets(case: MoECase) -> dict[str, torch.Tensor]:
+    """Per projection [E] float64: rms of its output for an input of rms 1."""
     ratio = grid(f"{layer_key(case)} gate/up", (case.experts,), 1.3, 4.0)
     flip = byte_string(f"{layer_key(case)} gate/up side", case.experts) & 1 == 1
     gate = torch.where(flip, ratio, 1 / ratio).sqrt() if case.activation.gated else torch.ones_like(ratio)
@@ -112,6 +153,14 @@ def _scales(case: MoECase) -> dict[str, torch.Tensor]:
         "up_proj": _PRE_ACTIVATION_RMS / gate,
         "down_proj": torch.full_like(gate, 1 / _INTERMEDIATE[case.activation][0]),
     }
+    return {name: target[name] for name in case.projections}
+
+
+def _scales(case: MoECase) -> dict[str, torch.Tensor]:
+    """Per projection, [E, *scale_shape] float32 (hidden-dtype weights: [E, N, 1] amplitudes); no two equal in the layer."""
+    prequantized = case.origin is Origin.PREQUANTIZED
+    unit = _code_rms(case.weight) if prequantized else 1.0
+    target = _targets(case)
     shapes = {name: case.scale_shape(name) if prequantized else (case.shape(name)[0], 1) for name in case.projections}
     drawn: list[torch.Tensor] = []
     for name in case.projections:

@@ -31,6 +31,8 @@ def _layer(case: MoECase) -> str | None:
         return "Quark FP8 knows per-tensor, per-channel with per-token, and per-block only"
     if case.checkpoint is CheckpointFormat.COMPRESSED_TENSORS and case.weight is Format.E4M3FN and case.bias:
         return "compressed-tensors FP8 has no place for biases and drops them"
+    if case.checkpoint is CheckpointFormat.MODELOPT and case.weight is Format.E4M3FN and case.bias:
+        return "ModelOpt FP8 has no place for biases and drops them"
     fused = case.weight_scale is Layout.BLOCK128 and case.weight is Format.E4M3FN and case.activation is Activation.SILU
     if fused and case.dtype is Format.FP32:
         return "the fused SiLU and block quantization operator takes fp16 and bf16 only"

@@ -7,6 +7,7 @@ from enum import StrEnum
 from functools import cache
 from typing import NamedTuple, cast
 
+from cases import packed
 from cases.boundaries import NIGHTLY_BOUNDARIES, SMOKE_BOUNDARIES
 from cases.case import ActScale, Entry, Level, MoECase, Origin, Routing, entry_takes
 from cases.doors import closed
@@ -76,6 +77,12 @@ SCHEMES: tuple[Scheme, ...] = (
     Scheme(_INT8, _CHANNEL, _NO_ACT, _PLAIN, Origin.ONLINE),
 )
 
+PACKED_SCHEMES: tuple[Scheme, ...] = (
+    *(Scheme(weight, group, act, stored) for (weight, group, act), files in packed.SCHEMES.items() for stored in sorted(files - {_RAW})),
+    *(Scheme(weight, group, act, _PLAIN, Origin.ONLINE) for (weight, group), act in packed.ONLINE.items()),
+    Scheme(_E4M3, _TENSOR, _STATIC, CheckpointFormat.MODELOPT),
+)
+
 # Small enough for an interpreter, odd enough to show tails: H, I and M beside the tiles of 16, 64 and 128
 SMOKE_SIZES = (
     Size(4, 2, 8, 128, 64),
@@ -90,6 +97,8 @@ SMOKE_SIZES = (
     Size(3, 1, 33, 96, 48),  # M over 32: the next block height
     Size(4, 3, 17, 80, 128),
 )
+PACKED_SMOKE_SIZES = (Size(4, 2, 8, 128, 64), Size(4, 1, 17, 64, 32), Size(5, 3, 3, 192, 96))  # rounded up to whole groups
+PACKED_NIGHTLY_SIZES = (Size(8, 2, 33, 256, 128), Size(5, 3, 17, 192, 96), Size(40, 4, 3, 128, 64), Size(3, 1, 129, 96, 160))
 NIGHTLY_SIZES = (
     Size(8, 2, 33, 256, 128),
     Size(5, 3, 17, 192, 96),
@@ -106,10 +115,26 @@ DEEP_SIZES = (
     Size(4, 2, 65, 128, 1024),  # and in GEMM 2
 )
 
-_ACTIVATIONS = tuple(Activation)
+_ACTIVATIONS = (
+    Activation.SILU,
+    Activation.GELU,
+    Activation.GELU_TANH,
+    Activation.SILU_NO_MUL,
+    Activation.GELU_NO_MUL,
+    Activation.RELU2_NO_MUL,
+)
 _DTYPES = (Format.BF16, Format.FP16, Format.FP32)
+_HALVES = (Format.BF16, Format.FP16)
 _BIAS = (False, True)
+# what a smaller smoke leaves to nightly
+_PACKED_ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH, Activation.RELU2_NO_MUL)
+_PACKED_ROUTINGS = (Routing.BALANCED, Routing.SKEWED)
+_NIGHTLY_ONLY = {
+    *((weight, Layout.GROUP64) for weight in packed.INTEGERS),
+    *((weight, Layout.GROUP32) for weight in (_INT8, Format.UINT8)),
+}
 _AXES = (_ACTIVATIONS, _DTYPES, _BIAS, tuple(RouterWeights), tuple(Routing))
+_PACKED = frozenset(PACKED_SCHEMES)
 _DTYPE_AXIS = 3  # after the schemes and the sizes
 
 
@@ -133,6 +158,10 @@ def _smoke() -> Iterator[Pair]:
     """Every scheme with every size; every two values of any two axes together somewhere."""
     for row in covering((SCHEMES, SMOKE_SIZES, *_AXES), _allowed):
         yield from _doors(_case(row))
+    schemes = tuple(scheme for scheme in PACKED_SCHEMES if (scheme.weight, scheme.weight_scale) not in _NIGHTLY_ONLY)
+    axes = (schemes, PACKED_SMOKE_SIZES, _PACKED_ACTIVATIONS, _HALVES, _BIAS, tuple(RouterWeights), _PACKED_ROUTINGS)
+    for row in covering(axes, _allowed):
+        yield from _doors(_case(row))
     yield from _named(SMOKE_BOUNDARIES)
 
 
@@ -140,6 +169,8 @@ def _nightly() -> Iterator[Pair]:
     """The same within each scheme: every size with every activation, the other axes pairwise."""
     for scheme in SCHEMES:
         yield from _within(scheme, NIGHTLY_SIZES, seed=0)
+    for scheme in PACKED_SCHEMES:
+        yield from _within(scheme, PACKED_NIGHTLY_SIZES, seed=0)
     yield from _named(NIGHTLY_BOUNDARIES)
 
 
@@ -147,11 +178,14 @@ def _deep() -> Iterator[Pair]:
     """All sizes, other numbers."""
     for scheme in SCHEMES:
         yield from _within(scheme, SMOKE_SIZES + NIGHTLY_SIZES + DEEP_SIZES, seed=1)
+    for scheme in PACKED_SCHEMES:
+        yield from _within(scheme, PACKED_SMOKE_SIZES + PACKED_NIGHTLY_SIZES + DEEP_SIZES, seed=1)
 
 
 def _within(scheme: Scheme, sizes: Sequence[Size], seed: int) -> Iterator[Pair]:
     dtypes = tuple(dtype for dtype in _DTYPES if _allowed(0, scheme, _DTYPE_AXIS, dtype))
-    axes = ((scheme,), sizes, *_AXES[:1], dtypes, *_AXES[2:])
+    activations = tuple(activation for activation in _ACTIVATIONS if _allowed(0, scheme, _DTYPE_AXIS - 1, activation))
+    axes = ((scheme,), sizes, activations, dtypes, *_AXES[2:])
     for row in covering(axes, _allowed):
         yield from _doors(_case(row, seed))
 
@@ -172,6 +206,8 @@ def _case(row: Sequence[Hashable], seed: int = 0) -> MoECase:
     hidden, intermediate = size.hidden, size.intermediate
     if scheme.weight_scale is Layout.BLOCK128 and scheme.origin is Origin.PREQUANTIZED:
         hidden, intermediate = -(-hidden // 128) * 128, -(-intermediate // 128) * 128
+    if scheme in _PACKED:
+        hidden, intermediate = (packed.rounded(scheme.weight_scale, scheme.act_scale, side) for side in (hidden, intermediate))
     return MoECase(
         experts=size.experts,
         top_k=size.top_k,
@@ -198,6 +234,12 @@ def _allowed(axis: int, value: Hashable, later: int, other: Hashable) -> bool:
     match (value, other):
         case (Scheme(origin=Origin.ONLINE), Format.FP32):
             return False
+        case (Scheme(checkpoint=CheckpointFormat.GPT_OSS), Format.FP16 | Format.FP32):
+            return False
+        case (Scheme(checkpoint=CheckpointFormat.GPT_OSS), Activation() as activation):
+            return activation.gated
+        case (Scheme() as scheme, Format.FP32):
+            return scheme not in _PACKED
         case (Size() as size, RouterWeights.ON_INPUT):
             return size.top_k == 1
         case (Size() as size, Routing.ONE_EACH):

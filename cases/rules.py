@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from cases.axes import ActScale, Entry, InvalidCase, Origin, Routing
+from cases import packed
+from cases.axes import ActScale, Data, Entry, InvalidCase, Origin, Routing
 from references.vocabulary import CheckpointFormat, Format, Layout
 
 if TYPE_CHECKING:
@@ -20,7 +21,9 @@ _ONLINE_SCHEMES = {  # quantization/online/{fp8,int8}.py: the weight's layout fi
     (Format.E4M3FN, Layout.CHANNEL): ActScale.DYNAMIC_TOKEN,
     (Format.E4M3FN, Layout.BLOCK128): ActScale.DYNAMIC_GROUP128,
     (Format.INT8, Layout.CHANNEL): ActScale.NONE,
+    **packed.ONLINE,
 }
+_MODELOPT_FP8 = (Format.E4M3FN, Layout.TENSOR, ActScale.STATIC_TENSOR)
 
 
 def check(case: MoECase) -> None:
@@ -36,7 +39,7 @@ def entry_takes(case: MoECase, entry: Entry) -> bool:
     anything already quantized, and anything unquantized, may come in by it.
     """
     if entry is Entry.FUSED_EXPERTS:
-        return case.origin is not Origin.ONLINE
+        return case.origin is not Origin.ONLINE and not packed.is_packed(case)
     if case.checkpoint is CheckpointFormat.RAW:
         return False
     takes_fp32 = case.origin is Origin.UNQUANTIZED or case.checkpoint is CheckpointFormat.COMPRESSED_TENSORS
@@ -48,6 +51,8 @@ def _problems(case: MoECase) -> Iterator[str]:
     if not case.dtype.is_float16_or_wider:
         yield f"hidden dtype must be fp32, bf16 or fp16, got {case.dtype}"
     yield from {Origin.UNQUANTIZED: _unquantized, Origin.ONLINE: _online, Origin.PREQUANTIZED: _prequantized}[case.origin](case)
+    if packed.is_packed(case) and case.data is Data.LATTICE:
+        yield f"the lattice is not laid out for {case.weight} {case.weight_scale}"
     if case.router_weight_on_input and case.top_k != 1:
         yield f"router weight on input needs top_k == 1, got {case.top_k}"
     if case.routing is Routing.ONE_EACH and case.experts == case.top_k and case.tokens > 1:
@@ -85,9 +90,14 @@ def _online(case: MoECase) -> Iterator[str]:
         yield f"online quantization knows {known}; got {case.weight} {case.weight_scale}"
     elif act_scale is not case.act_scale:
         yield f"online {case.weight} {case.weight_scale} runs with activation scale {act_scale}, got {case.act_scale}"
+    if packed.is_packed(case):
+        yield from packed.sizes(case)
 
 
 def _prequantized(case: MoECase) -> Iterator[str]:
+    if packed.is_packed(case):
+        yield from packed.problems(case)
+        return
     stored, weight, layout, act_scale = case.checkpoint, case.weight, case.weight_scale, case.act_scale
     if weight not in (Format.INT8, Format.E4M3FN):
         yield f"pre-quantized weights are int8 or e4m3fn, got {weight}"
@@ -102,6 +112,10 @@ def _prequantized(case: MoECase) -> Iterator[str]:
             yield f"weight-only exists as int8 through the direct entry (raw) only, got {weight} in {stored}"
     elif act_scale not in _PER_TENSOR_OR_TOKEN:
         yield f"activation scale {act_scale} goes with block128 weights, got weight scale {layout}"
+    if stored is CheckpointFormat.MODELOPT and (weight, layout, act_scale) != _MODELOPT_FP8:
+        yield f"modelopt fp8 is per tensor with static activations, got {weight} {layout} {act_scale}"
+    if stored in (CheckpointFormat.GPTQ, CheckpointFormat.AWQ, CheckpointFormat.GPT_OSS):
+        yield f"{stored} checkpoints hold no {weight} weights with weight scale {layout}"
     if stored is CheckpointFormat.VLLM_FP8:
         if weight is not Format.E4M3FN:
             yield f"vllmfp8 checkpoints hold e4m3fn weights, got {weight}"

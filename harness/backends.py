@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from cases.case import Entry, MoECase, Origin
-from harness import claims, refusals_cuda
+from cases.packed import is_packed
+from harness import claims, refusals_cuda, refusals_packed
 from harness.claims import (
     BLOCK,
     CHANNEL_TOKEN,
@@ -20,6 +21,7 @@ from harness.claims import (
     FLOATS,
     GATED,
     HALVES,
+    MODELOPT,
     ONLINE,
     QUARK,
     TENSOR_DYNAMIC,
@@ -160,6 +162,7 @@ SPECS: dict[Backend, BackendSpec] = {
             claim(CT, TENSOR_STATIC, TENSOR_DYNAMIC, CHANNEL_TOKEN, BLOCK),
             claim(QUARK, TENSOR_STATIC, TENSOR_DYNAMIC, CHANNEL_TOKEN, BLOCK),
             claim(VLLM_FP8, TENSOR_STATIC, TENSOR_DYNAMIC, BLOCK),
+            claim(MODELOPT, TENSOR_STATIC),
             claim(ONLINE, TENSOR_DYNAMIC, BLOCK),
         ),
         unquantized=(EVERY, FLOATS),
@@ -204,6 +207,7 @@ SPECS: dict[Backend, BackendSpec] = {
             claim(CT, TENSOR_STATIC, BLOCK, activations=_FI_CUTLASS),
             claim(QUARK, TENSOR_STATIC, BLOCK, activations=_FI_CUTLASS),
             claim(VLLM_FP8, TENSOR_STATIC, BLOCK, activations=_FI_CUTLASS),
+            claim(MODELOPT, TENSOR_STATIC, activations=_FI_CUTLASS),
             claim(ONLINE, BLOCK, activations=_FI_CUTLASS),
         ),
         unquantized=(_FI_CUTLASS, FLOATS),
@@ -234,7 +238,7 @@ SPECS: dict[Backend, BackendSpec] = {
         modules=(("flashinfer",),),
         claims=tuple(
             claim(which, TENSOR_STATIC, BLOCK, activations=_FI_TRTLLM, dtypes=frozenset({Format.BF16}))
-            for which in (CT, QUARK, VLLM_FP8, ONLINE)
+            for which in (CT, QUARK, VLLM_FP8, MODELOPT, ONLINE)
         ),
         unquantized=(_FI_TRTLLM, frozenset({Format.BF16})),
         refusals=(
@@ -266,7 +270,10 @@ SPECS: dict[Backend, BackendSpec] = {
         },
         architectures=("gfx942", "gfx950"),
         modules=(("aiter",),),
-        claims=tuple(claim(which, TENSOR_STATIC, CHANNEL_TOKEN, BLOCK, activations=GATED) for which in (CT, QUARK, VLLM_FP8, ONLINE)),
+        claims=(
+            *(claim(which, TENSOR_STATIC, CHANNEL_TOKEN, BLOCK, activations=GATED) for which in (CT, QUARK, VLLM_FP8, ONLINE)),
+            claim(MODELOPT, TENSOR_STATIC, activations=GATED),
+        ),
         unquantized=(GATED, HALVES),
         refusals=(
             *BY_THE_METHOD,
@@ -296,6 +303,8 @@ def experts_expected(case: MoECase, entry: Entry, backend: Backend) -> frozenset
     """Class names of which one must have run."""
     if entry is Entry.LAYER and quark_int8_static(case):
         return frozenset({"fused_experts"})
+    if entry is Entry.LAYER and is_packed(case):
+        return refusals_packed.experts(case, backend)
     if runs_default(case, backend):
         return SPECS[Backend.TRITON].expert_classes[Entry.LAYER]
     return SPECS[backend].expert_classes[entry]
@@ -313,6 +322,8 @@ def claimed(case: MoECase, entry: Entry, backend: Backend) -> bool:
         return has_entry(entry, backend)
     if quark_int8_static(case):
         return True
+    if is_packed(case):
+        return refusals_packed.refusal(case, backend) is None
     if case.origin is Origin.UNQUANTIZED:
         return case.activation in spec.unquantized[0] and case.dtype in spec.unquantized[1]
     if case.dtype is Format.FP32 and fused_silu_quantizer(case):
@@ -324,4 +335,6 @@ def declared_refusal(case: MoECase, entry: Entry, backend: Backend) -> Refusal |
     """The first declared refusal that applies, or None when the backend claims the case."""
     if entry is Entry.LAYER and quark_int8_static(case):
         return None
+    if entry is Entry.LAYER and is_packed(case):
+        return refusals_packed.refusal(case, backend)
     return next((r for r in SPECS[backend].refusals if r.applies(case, entry)), None)

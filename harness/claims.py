@@ -36,6 +36,7 @@ HALVES = frozenset((Format.BF16, Format.FP16))
 CT = frozenset((CheckpointFormat.COMPRESSED_TENSORS,))
 QUARK = frozenset((CheckpointFormat.QUARK,))
 VLLM_FP8 = frozenset((CheckpointFormat.VLLM_FP8,))
+MODELOPT = frozenset((CheckpointFormat.MODELOPT,))
 ONLINE = frozenset((CheckpointFormat.PLAIN,))
 
 TENSOR_STATIC: Scheme = (Format.E4M3FN, Layout.TENSOR, ActScale.STATIC_TENSOR)
@@ -61,11 +62,13 @@ TRITON = (
     claim(CT, TENSOR_STATIC, CHANNEL_TOKEN, BLOCK, INT8_CHANNEL_TOKEN, dtypes=FLOATS),
     claim(QUARK, TENSOR_STATIC, TENSOR_DYNAMIC, CHANNEL_TOKEN, BLOCK, INT8_CHANNEL_TOKEN, INT8_TENSOR_TOKEN),
     claim(VLLM_FP8, TENSOR_STATIC, TENSOR_DYNAMIC, BLOCK),
+    claim(MODELOPT, TENSOR_STATIC),
     claim(ONLINE, TENSOR_DYNAMIC, CHANNEL_TOKEN, BLOCK, INT8_WEIGHT_ONLY),
 )
 HUMMING = (  # weight-only: what a checkpoint says of activations is read and not used
     claim(CT, TENSOR_STATIC, TENSOR_DYNAMIC, CHANNEL_TOKEN, BLOCK, INT8_CHANNEL_TOKEN),
     claim(QUARK, TENSOR_STATIC, CHANNEL_TOKEN, BLOCK, INT8_CHANNEL_TOKEN),
     claim(VLLM_FP8, TENSOR_STATIC, BLOCK),
+    claim(MODELOPT, TENSOR_STATIC),
     claim(ONLINE, CHANNEL_TOKEN, BLOCK, INT8_WEIGHT_ONLY),
 )

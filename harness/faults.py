@@ -58,6 +58,8 @@ class Fault(Enum):
     BLOCK_OFF_BY_ONE = "a block of columns takes the weight scale of the block before it"
     W13_CHANNEL_ROLLED = "an output channel of w13 takes the scale of the channel before it"
     W2_CHANNEL_ROLLED = "an output channel of w2 takes the scale of the channel before it"
+    ZERO_POINTS_IGNORED = "the middle of the code range stands for every zero point"
+    NIBBLES_SWAPPED = "the two four-bit codes of each byte are exchanged"
     GATE_UP_SWAPPED = "gate and up (w1 and w3) are exchanged"
     GATE_SCALE_FOR_UP = "the up half is scaled by the gate half's scales"
     UP_SCALE_FOR_GATE = "the gate half is scaled by the up half's scales"
@@ -108,6 +110,8 @@ def _quantizer(holds: Callable[[ActQuant], bool], reason: str) -> Rule:
 def _grid(case: MoECase, projection: str) -> tuple[int, int]:
     """Scale blocks of the merged w13 (halves padded to whole blocks) or of w2."""
     rows, columns = case.shape("down_proj" if projection == "w2" else "up_proj")
+    if case.weight_scale.width is not None and not _block(case):
+        return rows, columns // case.weight_scale.width
     halves = 2 if projection == "w13" and case.activation.gated else 1
     return halves * -(-rows // 128), -(-columns // 128)
 
@@ -173,6 +177,10 @@ def _last_slot_matters(case: MoECase) -> bool:
 
 _QUANTIZED = _needs(lambda case: case.quantized, "weights are not quantized")
 _CHANNEL = _needs(lambda case: case.quantized and case.weight_scale is Layout.CHANNEL, "weight scales are not per channel")
+_ROWS = _needs(
+    lambda case: case.quantized and case.weight_scale not in (Layout.NONE, Layout.TENSOR, Layout.BLOCK128),
+    "rows have no scales of their own",
+)
 _GATED = _needs(lambda case: case.activation.gated, "the layer is not gated")
 _HALVES = _needs(_halves_differ, "online per-tensor quantization gives gate and up one scale")
 _SEVERAL_EXPERTS = _needs(lambda case: case.experts > 1, "there is one expert")
@@ -184,8 +192,14 @@ _A2_REACHED = "a dynamic a2 scale arises between the GEMMs, where no input reach
 _A_PER_ROW = _quantizer(lambda how: how.layout in (Layout.TOKEN, Layout.GROUP128), "activation scales are not per token or group")
 
 
-def _a_quantized(case: MoECase, recipe: Recipe) -> str | None:
+def _quantizes(case: MoECase, recipe: Recipe) -> str | None:
     return None if recipe.a1 is not None else "activations are not quantized"
+
+
+def _a_quantized(case: MoECase, recipe: Recipe) -> str | None:
+    if recipe.a1 is not None and recipe.a1.microscaled:
+        return "NVFP4 rows are multiplied out before the GEMM, which sees no scales of theirs"
+    return _quantizes(case, recipe)
 
 
 _RULES: dict[Fault, tuple[Rule, ...]] = {
@@ -218,10 +232,15 @@ _RULES: dict[Fault, tuple[Rule, ...]] = {
     Fault.W13_SCALE_TRANSPOSED: (_needs(lambda case: _block(case) and min(_grid(case, "w13")) > 1, "w13 has no two-dimensional scales"),),
     Fault.W2_SCALE_TRANSPOSED: (_needs(lambda case: _block(case) and min(_grid(case, "w2")) > 1, "w2 has no two-dimensional scales"),),
     Fault.BLOCK_OFF_BY_ONE: (
-        _needs(lambda case: _block(case) and max(_grid(case, "w13")[1], _grid(case, "w2")[1]) > 1, "no row has two scale blocks"),
+        _needs(
+            lambda case: case.weight_scale.width is not None and max(_grid(case, "w13")[1], _grid(case, "w2")[1]) > 1,
+            "no row has two scale blocks",
+        ),
     ),
-    Fault.W13_CHANNEL_ROLLED: (_CHANNEL,),
-    Fault.W2_CHANNEL_ROLLED: (_CHANNEL,),
+    Fault.W13_CHANNEL_ROLLED: (_ROWS,),
+    Fault.W2_CHANNEL_ROLLED: (_ROWS,),
+    Fault.ZERO_POINTS_IGNORED: (_needs(lambda case: case.weight.has_zero_point, "codes have no zero points"),),
+    Fault.NIBBLES_SWAPPED: (_needs(lambda case: case.weight in (Format.INT4, Format.UINT4, Format.E2M1), "codes have 8 bits or more"),),
     Fault.GATE_UP_SWAPPED: (_GATED,),
     Fault.GATE_SCALE_FOR_UP: (_GATED, _QUANTIZED, _HALVES),
     Fault.UP_SCALE_FOR_GATE: (_GATED, _QUANTIZED, _HALVES),
@@ -251,7 +270,7 @@ _RULES: dict[Fault, tuple[Rule, ...]] = {
         _a_quantized,
         _quantizer(lambda how: how.rounding is not Rounding.TOWARD_ZERO, "this quantizer does truncate"),
     ),
-    Fault.ACTIVATIONS_NOT_QUANTIZED: (_a_quantized,),
+    Fault.ACTIVATIONS_NOT_QUANTIZED: (_quantizes,),
     Fault.ROUTER_WEIGHT_DROPPED: (_router_weights,),
     Fault.ROUTER_WEIGHT_TWICE: (_router_weights,),
     Fault.ROUTER_WEIGHT_TWICE_ON_INPUT: (

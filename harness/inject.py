@@ -12,12 +12,12 @@ import torch
 
 from harness.faults import TILE, Fault
 from harness.inject_marlin import read_as_16_bits, unpermuted
-from references.formats import decode
+from references.formats import decode, limits
 from references.loading import LoadedExpert, Matrix
 from references.moe import Expert, Projection, Routing
 from references.quantize import quantize_activations
 from references.routing import route
-from references.scales import GROUP
+from references.scales import GROUP, over_columns
 from references.vocabulary import Activation, Layout, Recipe, Rounding, W13Merge
 
 
@@ -110,6 +110,19 @@ def _tail_dropped(matrix: Matrix) -> Matrix:
     codes = matrix.codes.clone()
     codes[:, (codes.shape[1] - 1) // TILE * TILE :] = 0
     return _recoded(matrix, codes)
+
+
+def _nibbles_swapped(inputs: Inputs, e: int, matrix: Matrix) -> Matrix:
+    return _recoded(matrix, matrix.codes.unflatten(1, (-1, 2)).flip(2).flatten(1))
+
+
+def _middle_zero_points(inputs: Inputs, e: int, matrix: Matrix) -> Matrix:
+    """Codes less the middle of their range; zero points are subtracted in ``matrix``."""
+    expert = inputs.experts[e]
+    parts = [expert.down] if matrix is inputs.loaded[e].w2 else [part for part in (expert.gate, expert.up) if part is not None]
+    points = torch.cat([decode(part.zero_point, part.format) for part in parts if part.zero_point is not None])
+    middle = (limits(parts[0].format).max + 1.0) / 2.0
+    return _recoded(matrix, matrix.codes + over_columns(points, matrix.width, matrix.codes.shape[1]) - middle)
 
 
 def _halves(inputs: Inputs) -> int:
@@ -237,6 +250,8 @@ _PER_EXPERT: dict[Fault, PerExpert] = {
     Fault.BLOCK_OFF_BY_ONE: _both(_w13(_scaled(lambda s: s.roll(1, 1))), _w2(_scaled(lambda s: s.roll(1, 1)))),
     Fault.W13_CHANNEL_ROLLED: _w13(_scaled(lambda scale: scale.roll(1, 0))),
     Fault.W2_CHANNEL_ROLLED: _w2(_scaled(lambda scale: scale.roll(1, 0))),
+    Fault.ZERO_POINTS_IGNORED: _both(_w13(_middle_zero_points), _w2(_middle_zero_points)),
+    Fault.NIBBLES_SWAPPED: _both(_w13(_nibbles_swapped), _w2(_nibbles_swapped)),
     Fault.GATE_UP_SWAPPED: _w13(_swapped),
     Fault.GATE_SCALE_FOR_UP: _w13(_one_scale(lambda gate, up: gate)),
     Fault.UP_SCALE_FOR_GATE: _w13(_one_scale(lambda gate, up: up)),

@@ -10,9 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cases.case import ActScale, Entry, MoECase, Origin
+from cases.packed import is_packed
+from harness.architectures import requested
 from harness.backends import SPECS, Backend, experts_expected, runs_default
 from harness.installed import ue8m0_scales
 from harness.recipes_cuda import for_backend
+from harness.recipes_packed import on_triton
 from harness.refusals import quark_int8_static
 from references.vocabulary import (
     Accumulator,
@@ -63,11 +66,11 @@ def _act_quant(case: MoECase, entry: Entry, backend: Backend) -> ActQuant | None
 
 
 def _act_scheme(case: MoECase, entry: Entry) -> ActQuant | None:
-    if _runs_weight_only(case, entry):
+    if _runs_weight_only(case, entry) or is_packed(case):
         return None
     fp8 = case.weight is Format.E4M3FN
     match case.act_scale:
-        case ActScale.NONE:
+        case ActScale.NONE | ActScale.DYNAMIC_GROUP16 | ActScale.DYNAMIC_GROUP32:
             return None
         case ActScale.STATIC_TENSOR:
             return ActQuant(format=case.weight, layout=Layout.TENSOR, dynamic=False)
@@ -92,12 +95,14 @@ def _act_scheme(case: MoECase, entry: Entry) -> ActQuant | None:
 
 
 def _weight_quant(case: MoECase, backend: Backend) -> WeightQuant | None:
-    if case.origin is not Origin.ONLINE:
+    if case.origin is not Origin.ONLINE or is_packed(case):
         return None
     if case.weight is Format.INT8:  # online/int8.py: scale and quotient in the checkpoint's own dtype
         return WeightQuant(format=case.weight, layout=Layout.CHANNEL, arithmetic=case.dtype, quotient=Quotient.DIVIDE)
     floors = {Layout.TENSOR: 0.0, Layout.CHANNEL: _FP8_TOKEN_FLOOR, Layout.BLOCK128: _BLOCK_CAST_AMAX_FLOOR / 448.0}
     quotient = Quotient.DIVIDE if case.weight_scale is Layout.CHANNEL else Quotient.RECIPROCAL
+    if case.weight_scale is Layout.BLOCK128 and SPECS[backend].needs_gpu:
+        quotient = Quotient.ANY  # torch.compile makes one Triton kernel of it, where 1 / scale is approximate
     return WeightQuant(
         format=case.weight,
         layout=case.weight_scale,
@@ -111,6 +116,8 @@ def _weight_quant(case: MoECase, backend: Backend) -> WeightQuant | None:
 def recipe(case: MoECase, entry: Entry, backend: Backend) -> Recipe:
     """The recipe of one pair on one backend."""
     triton = _triton(case, entry, backend)
+    if is_packed(case):
+        triton = on_triton(triton, case)
     if entry is Entry.FUSED_EXPERTS or quark_int8_static(case) or runs_default(case, backend):
         return triton
     return for_backend(triton, case, backend)
@@ -130,7 +137,8 @@ def _triton(case: MoECase, entry: Entry, backend: Backend) -> Recipe:
     act = _act_quant(case, entry, backend)
     # TritonExperts computes in bf16 whenever its input arrives quantized, whatever the hidden dtype; the legacy entry does not.
     through_bf16 = not legacy and act is not None and case.dtype is not Format.BF16
-    ue8m0 = SPECS[backend].needs_gpu and case.weight_scale is Layout.BLOCK128 and case.weight is Format.E4M3FN and ue8m0_scales()
+    on_gpu = SPECS[backend].needs_gpu or requested() is not None
+    ue8m0 = on_gpu and case.weight_scale is Layout.BLOCK128 and case.weight is Format.E4M3FN and ue8m0_scales()
     if ue8m0 and act is not None:
         act = replace(act, power_of_two=True)
     fused = not legacy and case.weight is Format.E4M3FN and case.weight_scale is Layout.BLOCK128 and case.activation is Activation.SILU

@@ -22,7 +22,8 @@ from cases.batch import make_batch
 from cases.case import Entry, Level, MoECase
 from cases.checkpoint import make_checkpoint
 from cases.generate import pairs
-from harness.backends import Backend
+from cases.packed import is_packed
+from harness.backends import Backend, declared_refusal
 from harness.compare import compare
 from harness.expected import expected
 from harness.faults import Fault, applicable
@@ -132,11 +133,15 @@ def _size(answer: Answer, actual: torch.Tensor) -> float:
     return float(size.nan_to_num(torch.inf, torch.inf).max())
 
 
+def smoke(backend: Backend) -> tuple[Pair, ...]:
+    """Smoke pairs but those of packed formats that the lane refuses: nothing says what would run."""
+    return tuple(pair for pair in pairs(Level.SMOKE) if not is_packed(pair[0]) or declared_refusal(*pair, backend) is None)
+
+
 def sample(backend: Backend, per_fault: int) -> dict[Pair, tuple[Fault, ...]]:
     """Smoke pairs spread evenly over those each fault applies to, ``per_fault`` of each; the same every time."""
-    smoke = pairs(Level.SMOKE)
     where: dict[Fault, list[Pair]] = defaultdict(list)
-    for pair in smoke:
+    for pair in smoke(backend):
         for fault in faults_of(pair, backend):
             where[fault].append(pair)
     chosen: dict[Pair, list[Fault]] = defaultdict(list)
@@ -150,10 +155,10 @@ def sample(backend: Backend, per_fault: int) -> dict[Pair, tuple[Fault, ...]]:
 
 def table(backend: Backend) -> Group:
     """Every smoke pair with every fault that applies, as tables; minutes of work, on all cores."""
-    smoke = pairs(Level.SMOKE)
+    every = smoke(backend)
     with ProcessPoolExecutor(cores(), get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        work = pool.map(partial(show, backend=backend), smoke, chunksize=4)
-        shown = list(track(work, "sensitivity", total=len(smoke), console=Console(stderr=True), transient=True))
+        work = pool.map(partial(show, backend=backend), every, chunksize=4)
+        shown = list(track(work, "sensitivity", total=len(every), console=Console(stderr=True), transient=True))
     return render([trial for each in shown for trial in each.trials], [each.resolution for each in shown])
 
 

@@ -8,7 +8,8 @@ quantized, a scale that multiplies the decoded codes:
 - vLLM's own fp8: ``.weight_scale`` per tensor, ``.weight_scale_inv`` per block (named inverse, multiplies all the same)
 - raw: ``.weight_scale``, any of these shapes
 
-Static activation scales are ``.input_scale`` ([] or [1]), biases ``.bias`` [N].
+Static activation scales are ``.input_scale`` ([] or [1]), biases ``.bias`` [N]. ModelOpt's FP8 is as vLLM's own. Packed and microscaled
+formats: references/checkpoint_packed.py.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Mapping
 
 import torch
 
+from references.checkpoint_packed import get, is_packed, read_gpt_oss, read_projection
 from references.formats import torch_dtype
 from references.moe import Expert, Projection
 from references.scales import scale_shape
@@ -26,12 +28,6 @@ from references.vocabulary import CheckpointFormat, Format, Layout
 def _scale_name(checkpoint: CheckpointFormat, layout: Layout) -> str:
     inverse = checkpoint is CheckpointFormat.VLLM_FP8 and layout is Layout.BLOCK128
     return "weight_scale_inv" if inverse else "weight_scale"
-
-
-def _get(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    if name not in tensors:
-        raise ValueError(f"the checkpoint has no tensor {name!r}")
-    return tensors[name]
 
 
 def _reshaped(tensor: torch.Tensor, shape: tuple[int, ...], name: str) -> torch.Tensor:
@@ -44,14 +40,14 @@ def _reshaped(tensor: torch.Tensor, shape: tuple[int, ...], name: str) -> torch.
 def _projection(
     tensors: Mapping[str, torch.Tensor], prefix: str, checkpoint: CheckpointFormat, weight: Format, layout: Layout
 ) -> Projection:
-    codes = _get(tensors, f"{prefix}.weight")
+    codes = get(tensors, f"{prefix}.weight")
     if codes.dtype is not torch_dtype(weight):
         raise ValueError(f"{prefix}.weight is {codes.dtype}, a {weight} checkpoint holds {torch_dtype(weight)}")
     rows, cols = codes.shape
     scale = None
     if layout is not Layout.NONE:
         name = f"{prefix}.{_scale_name(checkpoint, layout)}"
-        scale = _reshaped(_get(tensors, name), scale_shape(layout, rows, cols), name)
+        scale = _reshaped(get(tensors, name), scale_shape(layout, rows, cols), name)
     input_scale = tensors.get(f"{prefix}.input_scale")
     bias = tensors.get(f"{prefix}.bias")
     return Projection(
@@ -72,11 +68,14 @@ def read_experts(
     Raises:
         ValueError: for a missing tensor, a wrong dtype or a shape that is not the layout's; the message names the tensor.
     """
+    if checkpoint is CheckpointFormat.GPT_OSS:
+        return read_gpt_oss(tensors, experts)
+    read = read_projection if is_packed(checkpoint, weight, layout, tensors) else _projection
     return tuple(
         Expert(
-            gate=_projection(tensors, f"{e}.gate_proj", checkpoint, weight, layout) if gated else None,
-            up=_projection(tensors, f"{e}.up_proj", checkpoint, weight, layout),
-            down=_projection(tensors, f"{e}.down_proj", checkpoint, weight, layout),
+            gate=read(tensors, f"{e}.gate_proj", checkpoint, weight, layout) if gated else None,
+            up=read(tensors, f"{e}.up_proj", checkpoint, weight, layout),
+            down=read(tensors, f"{e}.down_proj", checkpoint, weight, layout),
         )
         for e in range(experts)
     )

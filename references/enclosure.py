@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from references.accumulators import divided, tf32
+from references.accumulators import Slices, slices, tf32
 from references.bounds import (
     Interval,
     Operand,
@@ -21,10 +21,10 @@ from references.bounds import (
     store,
     sum_over_slots,
     times,
-    widen,
 )
 from references.formats import limits, round_to
 from references.loading import LoadedExpert, Matrix
+from references.microscaling import nvfp4, nvfp4_hull
 from references.moe import Routing, reads_tf32, static_rows
 from references.vocabulary import Accumulator, Activation, ActQuant, Epilogue, Format, Recipe, RouterWeight
 
@@ -41,22 +41,18 @@ def _store_through(x: Interval, formats: tuple[Format, ...]) -> Interval:
     return x
 
 
-def gemm(rows: Operand, a_scale: Interval | None, matrix: Matrix, accumulator: Accumulator, split: Format | None = None) -> Interval:
+def gemm(rows: Operand, a_scale: Interval | None, matrix: Matrix, accumulator: Accumulator) -> Interval:
     """One expert's GEMM before bias and router weight, [R, N]: rows [R, K] against matrix [N, K].
 
     One scale per row and per output channel: a single accumulation over K, then the scales. Scales per 128 columns
     (fused_moe.py, fused_moe_kernel: one dot per 128 of K, times both scales, added to an fp32 accumulator, K ascending): the partial
     results of the groups, each scaled, then added in order.
     """
-    weights = operand(exactly(matrix.codes) if matrix.low is matrix.high else Interval(matrix.low, matrix.high), matrix.format, accumulator)
+    weights = _weights(matrix, accumulator)
     a_groups = 1 if a_scale is None else a_scale.low.shape[1]
     w_groups = 1 if matrix.scale is None else matrix.scale.shape[1]
     if max(a_groups, w_groups) == 1:
-        sums = matmul(rows, weights, accumulator)
-        if split is not None:
-            error = divided(rows, weights, 2.0 ** -limits(split).significand_bits)
-            sums = widen(sums, error, error)
-        return scaled(sums, a_scale, None if matrix.scale is None else matrix.scale[:, 0])
+        return scaled(matmul(rows, weights, accumulator), a_scale, None if matrix.scale is None else matrix.scale[:, 0])
     total: Interval | None = None
     for g in range(max(a_groups, w_groups)):
         columns = (slice(None), slice(g * matrix.width, (g + 1) * matrix.width))
@@ -66,6 +62,10 @@ def gemm(rows: Operand, a_scale: Interval | None, matrix: Matrix, accumulator: A
         total = part if total is None else store(Interval(total.low + part.low, total.high + part.high), Format.FP32)
     assert total is not None
     return total
+
+
+def _weights(matrix: Matrix, accumulator: Accumulator) -> Operand:
+    return operand(exactly(matrix.codes) if matrix.low is matrix.high else Interval(matrix.low, matrix.high), matrix.format, accumulator)
 
 
 def _expert_gemms(
@@ -80,13 +80,14 @@ def _expert_gemms(
     name: str,
 ) -> Interval:
     """All experts' GEMM over the flattened (token, slot) rows [M*k, K] -> stored result [M*k, N]."""
-    codes, scale = (rows, None) if how is None else quantize(rows, how, static_scale)
+    codes, scale = _entering(rows, how, static_scale)
     if how is None and reads_tf32(recipe):
         codes = exactly(tf32(codes.low)) if codes.low is codes.high else Interval(tf32(codes.low), tf32(codes.high))
     trace(f"codes entering {name}", codes)
     if scale is not None:
         trace(f"activation scales of {name}", scale)
-    prepared = operand(codes, recipe.output if how is None else how.format, recipe.accumulator)
+    stored = recipe.output if how is None else how.store or how.format
+    prepared = operand(codes, stored, recipe.accumulator)
     owner = routing.topk_ids.flatten()
     in_fp32 = recipe.epilogue is Epilogue.FP32
     low = rows.low.new_empty(rows.low.shape[0], matrices[0].codes.shape[0])
@@ -97,17 +98,34 @@ def _expert_gemms(
             continue
         trace(f"codes of expert {e}'s weights in {name}", Interval(matrix.low, matrix.high))
         bare = replace(matrix, scale=None) if recipe.epilogue is Epilogue.CHANNEL_STORED else matrix.multiplied_out()
-        x = gemm(prepared[mine], None if scale is None else scale[mine], bare, recipe.accumulator, recipe.split_store)
+        a_scale = None if scale is None else scale[mine]
+        x = gemm(prepared[mine], a_scale, bare, recipe.accumulator)
         trace(f"sums of {name} in expert {e}", x)
         if matrix.bias is not None and in_fp32:
             x = store(Interval(x.low + matrix.bias, x.high + matrix.bias), Format.FP32)
         if weights is not None:
             x = store(times(x, weights[mine]), Format.FP32)
         if not in_fp32:
-            x = _finished(_store_through(x, recipe.compute), matrix, recipe)
+            divided = None if recipe.split_store is None else slices(prepared[mine], _weights(bare, recipe.accumulator))
+            if divided is None:
+                x = _finished(_store_through(x, recipe.compute), matrix, recipe)
+            else:
+                x = _finished_in_slices(x, divided, a_scale, bare, matrix, recipe)
         low[mine], high[mine] = x.low, x.high
     trace(f"results of {name}, with bias and router weight", Interval(low, high))
     return _store_through(Interval(low, high), recipe.compute) if in_fp32 else Interval(low, high)
+
+
+def _entering(rows: Interval, how: ActQuant | None, static_scale: torch.Tensor | None) -> tuple[Interval, Interval | None]:
+    """Codes and scales; the values themselves and no scale where they are multiplied out."""
+    if how is None:
+        return rows, None
+    if not how.microscaled:
+        return quantize(rows, how, static_scale)
+    assert static_scale is not None
+    if rows.low is rows.high:
+        return exactly(nvfp4(rows.low, static_scale, how)), None
+    return Interval(*nvfp4_hull(rows.low, rows.high, static_scale, how)), None
 
 
 def _finished(x: Interval, matrix: Matrix, recipe: Recipe) -> Interval:
@@ -122,6 +140,25 @@ def _finished(x: Interval, matrix: Matrix, recipe: Recipe) -> Interval:
     else:
         return x
     return store(x, fmt)
+
+
+def _finished_in_slices(x: Interval, divided: Slices, a_scale: Interval | None, bare: Matrix, matrix: Matrix, recipe: Recipe) -> Interval:
+    """Each slice of K is stored, finished, and stored again, the first with the bias; then they are added in the stored format.
+
+    x: the whole sum, with the scales of ``bare``. humming/epilogue/smem_writer.cuh and gmem_writer.cuh.
+    """
+    fmt = recipe.compute[-1]
+    u, tiny = 2.0 ** -limits(fmt).significand_bits, limits(fmt).min_subnormal / 2.0
+    scale = matrix.scale[:, 0] if recipe.epilogue is Epilogue.CHANNEL_STORED and matrix.scale is not None else torch.ones(())
+    bias = torch.zeros(()) if matrix.bias is None else round_to(matrix.bias, fmt)
+    parts, sums = divided.parts, divided.sums
+    for factor in (None if a_scale is None else a_scale.high, None if bare.scale is None else bare.scale[:, 0]):
+        parts, sums = (parts, sums) if factor is None else (parts * factor, sums * factor)
+    stored = (u * parts + tiny * divided.count) * scale
+    finished = u * (parts * scale + bias.abs()) + tiny * divided.count
+    added = u * (sums * scale + bias.abs() * (divided.count - 1)) + tiny * (divided.count - 1)
+    error = (stored + finished + added) * (1.0 + u) ** (divided.count + 2)  # each error passes through the roundings after it
+    return store(Interval(x.low * scale + bias - error, x.high * scale + bias + error), fmt)
 
 
 def _activated(h13: Interval, activation: Activation, recipe: Recipe, trace: Trace) -> Interval:

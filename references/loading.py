@@ -152,7 +152,7 @@ def _w13(expert: Expert, recipe: Recipe) -> Matrix:
 
 def _static_scales(name: str, how: ActQuant | None, groups_of: Sequence[Sequence[Projection | None]], collapse: bool) -> list[float | None]:
     """Per expert: the largest input_scale among its projections, or among all experts when the recipe collapses them."""
-    if how is None or how.dynamic:
+    if how is None or not how.takes_static:
         return [None] * len(groups_of)
     scales: list[float] = []
     for expert, projections in enumerate(groups_of):

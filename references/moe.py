@@ -10,6 +10,7 @@ import torch
 from references.accumulators import tf32
 from references.activations import function
 from references.formats import round_to
+from references.microscaling import nvfp4
 from references.quantize import quantize_activations
 from references.vocabulary import Accumulator, Activation, ActQuant, Epilogue, Format, Layout, Recipe, RouterWeight
 
@@ -78,6 +79,9 @@ def quantized_rows(rows: torch.Tensor, how: ActQuant | None, static_scale: torch
     """
     if how is None:
         return rows
+    if how.microscaled:
+        assert static_scale is not None
+        return nvfp4(rows, static_scale, how)
     quantized = quantize_activations(rows, how, static_scale)
     return quantized.codes * quantized.scale
 

@@ -47,7 +47,7 @@ def pack_words(codes: torch.Tensor, bits: int, dim: int, order: tuple[int, ...] 
     shifts = torch.arange(per_word, dtype=torch.int64) * bits
     packed = (words << shifts).sum(-1)
     packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
-    return (packed if dim == 1 else packed.T).contiguous()
+    return (packed if dim == 1 else packed.T).flatten().view(packed.shape if dim == 1 else packed.T.shape)  # strides of its shape
 
 
 def unpack_words(packed: torch.Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> torch.Tensor:

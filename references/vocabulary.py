@@ -84,6 +84,10 @@ class CheckpointFormat(StrEnum):
     COMPRESSED_TENSORS = "ct"
     QUARK = "quark"
     VLLM_FP8 = "vllmfp8"  # vLLM's own fp8 checkpoints: weight_scale, weight_scale_inv for blocks
+    MODELOPT = "modelopt"
+    GPTQ = "gptq"
+    AWQ = "awq"
+    GPT_OSS = "gptoss"  # all experts of a projection in one tensor, gate and up rows interleaved
     RAW = "raw"  # codes and scales with no config: only the direct fused_experts entry reads it
 
 
@@ -130,6 +134,17 @@ class ActQuant:
     scale_store: Format = Format.FP32  # dtype in which a dynamic scale is divided and kept
     quotient: Quotient = Quotient.ANY
     power_of_two: bool = False  # a dynamic scale is raised to the next power of two (UE8M0)
+    store: Format | None = None  # codes times scale are rounded to this before they enter the GEMM (NVFP4, emulated)
+
+    @property
+    def microscaled(self) -> bool:
+        """True for NVFP4: dynamic scales of groups under a static global one."""
+        return self.layout is Layout.GROUP16
+
+    @property
+    def takes_static(self) -> bool:
+        """Whether the checkpoint holds a scale for it."""
+        return self.microscaled or not self.dynamic
 
 
 class RouterWeight(StrEnum):

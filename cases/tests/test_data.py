@@ -11,12 +11,13 @@ from cases.case import Level, MoECase, Origin, Routing
 from cases.checkpoint import Checkpoint, make_checkpoint
 from cases.dense import dense_experts
 from cases.generate import cases
+from cases.packed import is_packed
 from cases.roles import empty_expert, layer_key, zero_expert
 from references.routing import route
 from references.vocabulary import CheckpointFormat, Layout
 
 SMOKE = cases(Level.SMOKE)
-QUANTIZED = [case for case in SMOKE if case.origin is Origin.PREQUANTIZED]
+QUANTIZED = [case for case in SMOKE if case.origin is Origin.PREQUANTIZED and not is_packed(case)]  # the others: test_packed.py
 ids = lambda case: case.id  # noqa: E731
 
 
@@ -42,7 +43,11 @@ def test_every_scale_value_is_distinct_and_no_order_hides_an_index(case: MoECase
     assert bool((mantissas != 0.5).any()), "powers of two only: rounding would be invisible"
 
 
-GATED_LAYERS = {layer_key(case): case for case in cases(Level.NIGHTLY) if case.origin is Origin.PREQUANTIZED and case.activation.gated}
+GATED_LAYERS = {
+    layer_key(case): case
+    for case in cases(Level.NIGHTLY)
+    if case.origin is Origin.PREQUANTIZED and case.activation.gated and not is_packed(case)
+}
 
 
 @pytest.mark.parametrize("case", GATED_LAYERS.values(), ids=ids)
@@ -97,7 +102,8 @@ def test_an_all_zero_expert_is_somewhere_routed_to() -> None:
     found = [
         case
         for case in SMOKE
-        if (zero := zero_expert(case)) is not None
+        if not is_packed(case)
+        and (zero := zero_expert(case)) is not None
         and bool((route(make_batch(case).router_logits, case.top_k, True).topk_ids == zero).any())
         and not bool(checkpoint(case).tensors[f"{zero}.down_proj.weight"].float().any())
     ]

@@ -13,6 +13,7 @@ from cases.case import Level, MoECase, Origin
 from cases.checkpoint import make_checkpoint
 from cases.dense import dense_experts
 from cases.generate import cases
+from references.formats import decode
 from references.moe import Projection
 from references.routing import route
 from references.vocabulary import Activation, Format, Layout
@@ -30,10 +31,17 @@ ids = lambda case: case.id  # noqa: E731
 
 
 def weight(projection: Projection) -> torch.Tensor:
-    values = projection.codes.double()
+    values = decode(projection.codes, projection.format)
     if projection.scale is None:
         return values
-    scale = projection.scale.double()
+    scale = projection.scale.double() * (1.0 if projection.global_scale is None else projection.global_scale.double())
+    width = projection.layout.width
+    if projection.layout is not Layout.BLOCK128 and width is not None:
+        if projection.zero_point is not None:
+            values = values - projection.zero_point.double().repeat_interleave(width, 1)
+        return values * scale.repeat_interleave(width, 1)
+    if projection.zero_point is not None:
+        values = values - projection.zero_point.double()
     if projection.layout is Layout.BLOCK128:
         scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: values.shape[0], : values.shape[1]]
     return values * scale

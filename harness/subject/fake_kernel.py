@@ -28,6 +28,8 @@ from references.vocabulary import (
     WeightQuant,
 )
 
+_GROUPS = (Layout.GROUP16, Layout.GROUP32, Layout.GROUP64, Layout.GROUP128)
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _CHUNK = 48  # columns of K per float32 product: no multiple of the reference's anything
 
 
@@ -59,7 +61,7 @@ def load(experts: tuple[Expert, ...], recipe: Recipe) -> tuple[LoadedExpert, ...
 
 
 def _largest(how: ActQuant | None, parts: list[Projection]) -> float | None:
-    if how is None or how.dynamic:
+    if how is None or not how.takes_static:
         return None
     return max(float(part.input_scale) for part in parts if part.input_scale is not None)
 
@@ -70,7 +72,7 @@ def _collapsed(scales: list[float | None]) -> float | None:
 
 
 def _merged(parts: list[Projection], recipe: Recipe) -> Matrix:
-    codes = torch.cat([part.codes.float() for part in parts])
+    codes = torch.cat([_decoded(part) for part in parts])
     biases = [part.bias for part in parts if part.bias is not None]
     fmt = parts[0].format
     if recipe.weight_quant is not None:
@@ -95,7 +97,20 @@ def _merged(parts: list[Projection], recipe: Recipe) -> Matrix:
         format=fmt,
         scale=None if scale is None else scale.double(),
         bias=torch.cat(biases).double() if biases else None,
+        store=recipe.weight_store if parts[0].layout in _GROUPS or parts[0].zero_point is not None else None,
+        width=parts[0].layout.width or GROUP,
     )
+
+
+def _decoded(part: Projection) -> torch.Tensor:
+    """[N, K] float32: what the codes stand for before their scale."""
+    if part.format is Format.E2M1:
+        sign = torch.where(part.codes >= 8, -1.0, 1.0)
+        return sign * torch.tensor(_E2M1)[(part.codes % 8).long()]
+    codes = part.codes.float()
+    if part.zero_point is None:
+        return codes
+    return codes - _wide(part.zero_point.float(), codes.shape[1], part.layout.width or GROUP)
 
 
 def _rows(part: Projection) -> torch.Tensor:
@@ -104,6 +119,8 @@ def _rows(part: Projection) -> torch.Tensor:
     assert part.scale is not None
     if part.layout is Layout.BLOCK128:
         return part.scale.repeat_interleave(GROUP, 0)[:rows]
+    if part.layout in _GROUPS:
+        return part.scale if part.global_scale is None else part.scale * part.global_scale
     return part.scale.reshape(-1, 1).expand(rows, 1)
 
 
@@ -126,8 +143,8 @@ def _quantized(w: torch.Tensor, how: WeightQuant) -> tuple[torch.Tensor, torch.T
 # ----------------------------------------------------------------------------------------------------------------- quantizers
 
 
-def _wide(scale: torch.Tensor, cols: int) -> torch.Tensor:
-    return scale if scale.shape[1] == 1 else scale.repeat_interleave(GROUP, 1)[:, :cols]
+def _wide(scale: torch.Tensor, cols: int, width: int = GROUP) -> torch.Tensor:
+    return scale if scale.shape[1] == 1 else scale.repeat_interleave(width, 1)[:, :cols]
 
 
 def _divided(x: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor, qmax: float, how: Quotient) -> torch.Tensor:
@@ -163,6 +180,9 @@ def _quantize(x: torch.Tensor, how: ActQuant | None, static: torch.Tensor | None
     rows, cols = x.shape
     if how is None:
         return x, torch.ones(rows, 1)
+    if how.microscaled and how.store is not None:
+        assert static is not None
+        return _nvfp4(x, 1.0 / static, how.store), torch.ones(rows, 1)
     qmax = limits(how.format).qmax
     if static is not None:
         scale = amax = static
@@ -173,6 +193,20 @@ def _quantize(x: torch.Tensor, how: ActQuant | None, static: torch.Tensor | None
         scale = cast(amax / qmax, how.scale_store).clamp_min(torch.tensor(how.scale_floor).to(torch_dtype(how.scale_store)).item())
     ratio = _divided(x, _wide(scale, cols), _wide(amax.clamp_min(how.scale_floor * qmax), cols), qmax, how.quotient)
     return _onto(ratio, how.format, how.rounding), scale
+
+
+def _nvfp4(x: torch.Tensor, g: torch.Tensor, store: Format) -> torch.Tensor:
+    """[R, K] as NVFP4 keeps it, g [R, 1] the global scale that amax is multiplied by; multiplied out into ``store``."""
+    groups = x.unflatten(1, (-1, 16))
+    scale = (g * (groups.abs().amax(2) * torch.tensor(1.0 / 6.0))).clamp_max(448.0).to(torch.float8_e4m3fn).float()
+    factor = torch.where(scale == 0, torch.zeros_like(scale), g / scale)
+    ratio = (groups * factor.unsqueeze(2)).clamp(-6.0, 6.0)
+    edges = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    odd = torch.tensor([False, True, False, True, False, True, False])  # ties go up where the code below is odd
+    size = ratio.abs()
+    steps = torch.where(odd, size.unsqueeze(-1) >= edges, size.unsqueeze(-1) > edges).sum(-1)
+    value = torch.copysign(torch.tensor(_E2M1)[steps], ratio)
+    return cast((value * (scale / g).unsqueeze(2)).flatten(1), store)
 
 
 # ------------------------------------------------------------------------------------------------------------------ the layer
@@ -191,6 +225,8 @@ def _product(a: torch.Tensor, w: torch.Tensor, accumulator: Accumulator) -> torc
 def _gemm(codes: torch.Tensor, a_scale: torch.Tensor, matrix: Matrix, weight: torch.Tensor | None, recipe: Recipe) -> torch.Tensor:
     w = matrix.codes.float()
     w_scale = torch.ones(w.shape[0], 1) if matrix.scale is None else matrix.scale.float()
+    if matrix.store is not None:
+        w, w_scale = cast(w * _wide(w_scale, w.shape[1], matrix.width), matrix.store), torch.ones(w.shape[0], 1)
     if max(a_scale.shape[1], w_scale.shape[1]) == 1:
         total = _product(codes, w, recipe.accumulator) * w_scale.T * a_scale
     else:
@@ -235,7 +271,7 @@ def forward(
 
     def experts_gemm(x: torch.Tensor, how: ActQuant | None, name: str, weighted: bool) -> torch.Tensor:
         scales = [getattr(expert, "a1_scale" if name == "w13" else "a2_scale") for expert in loaded]
-        static = None if how is None or how.dynamic else torch.tensor(scales)[owner].unsqueeze(1)
+        static = None if how is None or not how.takes_static else torch.tensor(scales)[owner].unsqueeze(1)
         codes, a_scale = _quantize(x, how, static)
         out = torch.empty(x.shape[0], getattr(loaded[0], name).codes.shape[0])
         for e in owner.unique().tolist():

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "unquantized config": (f"{_MOE}.config:FUSED_MOE_UNQUANTIZED_CONFIG",),
     "biased config": (f"{_MOE}.config:biased_moe_quant_config",),
     "quantization registry": (f"{_QUANT}:get_quantization_config",),
+    "quantization methods": (f"{_QUANT}:QUANTIZATION_METHODS",),
     "VllmConfig": ("vllm.config:VllmConfig",),
     "ModelConfig": ("vllm.config:ModelConfig",),
     "KernelConfig": ("vllm.config:KernelConfig", "vllm.config.kernel:KernelConfig"),
@@ -52,12 +54,17 @@ PLACES: dict[str, tuple[str, ...]] = {
 
 # may be absent: the version then does without
 OPTIONAL: dict[str, tuple[str, ...]] = {
+    "tensor parallel group": ("vllm.distributed:get_tp_group",),
     "init_workspace_manager": ("vllm.v1.worker.workspace:init_workspace_manager",),
     "reset_workspace_manager": ("vllm.v1.worker.workspace:reset_workspace_manager",),
     "online config": (f"{_QUANT}.online.base:OnlineQuantizationConfig",),
     "online arguments": ("vllm.config.quantization:resolve_quantization_config",),
     "finalize online loading": ("vllm.model_executor.model_loader.reload.layerwise:finalize_layerwise_processing",),
 }
+
+# methods that may take a file whose quant_method has another name (config/model.py, _verify_quantization)
+_WORDS = ("auto_gptq", "gptq_marlin", "auto_awq", "awq_marlin", "moe_wna16")
+_CLAIMANTS = (*_WORDS, "modelopt", "modelopt_fp4", "modelopt_mxfp8", "gpt_oss_mxfp4")
 
 LAYER_ARGUMENTS = ("num_experts", "top_k", "hidden_size", "intermediate_size", "quant_config", "prefix", "activation")
 ARCHITECTURE = "MoediffForCausalLM"
@@ -195,6 +202,8 @@ def prepare_process(device: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         surface["init_distributed_environment"](1, 0, f"file://{folder}/rendezvous", 0, "gloo")
         surface["initialize_model_parallel"](1, 1)
+    if device == "cpu" and "tensor parallel group" in surface:  # some loaders move tensors to where the group is said to be
+        surface["tensor parallel group"]().device = torch.device(device)
     if "init_workspace_manager" in surface:
         surface["init_workspace_manager"](torch.device(device))
 
@@ -221,11 +230,29 @@ def forward_context(config: Any, tokens: int) -> Iterator[None]:
         yield
 
 
-def checkpoint_quantization(config: dict[str, Any] | None) -> Any | None:
-    """vLLM's QuantizationConfig for the ``quantization_config`` of a checkpoint."""
+def checkpoint_quantization(config: dict[str, Any] | None, asked: str | None = None, model_type: str | None = None) -> Any | None:
+    """vLLM's QuantizationConfig for the ``quantization_config`` of a checkpoint, or None where there is none.
+
+    asked: what ``--quantization`` says; model_type: the model's in config.json. vLLM asks each method whether the file is for it.
+    """
     if config is None:
         return None
-    return probe_surface()["quantization registry"](config["quant_method"]).from_config(config)
+    registry = probe_surface()["quantization registry"]
+    model = SimpleNamespace(model_type=model_type)
+    for name in probe_surface()["quantization methods"]:
+        if name not in _CLAIMANTS:
+            continue
+        method = registry(name)
+        taken = call(method.override_quantization_method, {"hf_quant_cfg": config, "user_quant": asked}, {"hf_config": model})
+        if taken is not None:
+            return registry(taken).from_config(config)
+    return registry(config["quant_method"]).from_config(config)
+
+
+def as_models_hand_them(quantization: Any | None, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The checkpoint's tensors that reach a layer: a method may name some that vLLM's loaders drop (GPTQ's g_idx)."""
+    mapper = getattr(quantization, "get_checkpoint_weight_mapper", None)
+    return tensors if mapper is None else dict(mapper().apply(tensors.items()))
 
 
 def online_quantization(name: str) -> Any:
@@ -237,7 +264,8 @@ def online_quantization(name: str) -> Any:
     surface = probe_surface()
     if "online config" not in surface or "online arguments" not in surface:
         raise SubjectUnavailable(f"vllm {surface.version} has no online quantization config; leave out cases quantized online")
-    return surface["online config"](surface["online arguments"](name, None))
+    arguments = surface["online arguments"]  # names that checkpoints have too are resolved where something else is asked for as well
+    return surface["online config"](arguments(name, None) or arguments(name, {}))
 
 
 def make_layer(

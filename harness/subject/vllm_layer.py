@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cases.case import Entry, Origin
 from harness.subject import Loaded, LoadFailed, Ran, RunFailed, SubjectError, SubjectUnavailable
-from references.vocabulary import Format, Layout
+from references.vocabulary import CheckpointFormat, Format, Layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -29,7 +30,11 @@ ONLINE = {
     (Format.E4M3FN, Layout.CHANNEL): "fp8_per_channel",
     (Format.E4M3FN, Layout.BLOCK128): "fp8_per_block",
     (Format.INT8, Layout.CHANNEL): "int8_per_channel_weight_only",
+    (Format.E4M3FN, Layout.GROUP32): "mxfp8",
+    (Format.E2M1, Layout.GROUP32): "mxfp4",
+    (Format.E2M1, Layout.GROUP16): "nvfp4_per_token",
 }
+_WORDS = (CheckpointFormat.GPTQ, CheckpointFormat.AWQ)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +172,10 @@ class VllmSubject:
         from harness.subject import vllm_loading
         from harness.subject.hygiene import pristine
 
-        where = {"backend": self.backend, "device": self.device, "depth": depth or vllm_loading.Depth.LAYER}
-        online = ONLINE.get((case.weight, case.weight_scale)) if case.origin is Origin.ONLINE else None
+        where = {"backend": forced(case, self.backend), "device": self.device, "depth": depth or vllm_loading.Depth.LAYER}
         with pristine():
-            return vllm_loading.watch(case, checkpoint, _quantization, sentinel=sentinel, online=online, **where)
+            quantization = partial(_quantization, backend=self.backend)
+            return vllm_loading.watch(case, checkpoint, quantization, sentinel=sentinel, asked=asked(case, self.backend), **where)
 
     def load_directory(self, case: MoECase, checkpoint: Checkpoint, damage: Callable[[Path], None] | None = None) -> Loaded:
         """Read by vLLM's own loader from a directory to which ``damage`` was done.
@@ -182,9 +187,9 @@ class VllmSubject:
         from harness.subject.hygiene import pristine
         from harness.subject.observe import planned_class
 
-        online = ONLINE.get((case.weight, case.weight_scale)) if case.origin is Origin.ONLINE else None
+        where = {"backend": forced(case, self.backend), "device": self.device, "asked": asked(case, self.backend)}
         with pristine():
-            module, config = vllm_loading.from_directory(case, checkpoint, damage, backend=self.backend, device=self.device, online=online)
+            module, config = vllm_loading.from_directory(case, checkpoint, damage, **where)
         experts = vllm_compat.experts_of(module)
         return Loaded(
             handle=_Layer(case, module, config, self.device),
@@ -203,11 +208,13 @@ class VllmSubject:
 
         dtype = TORCH[case.dtype]
         sizes = {"experts": case.experts, "top_k": case.top_k, "hidden": case.hidden, "intermediate": case.intermediate}
-        config = vllm_compat.vllm_config(self.backend, dtype, **sizes)
+        config = vllm_compat.vllm_config(forced(case, self.backend), dtype, **sizes)
         choosing = True
         try:
             with vllm_compat.current_config(config), torch.device(self.device):
                 vllm_compat.prepare_process(self.device)
+                torch.set_default_dtype(dtype)  # as the model loader does
+                quantization = _quantization(case, checkpoint, backend=self.backend)
                 module = vllm_compat.make_layer(
                     **sizes,
                     dtype=dtype,
@@ -215,11 +222,11 @@ class VllmSubject:
                     renormalize=case.renormalize,
                     bias=case.bias,
                     router_weight_on_input=case.router_weight_on_input,
-                    quantization=_quantization(case, checkpoint),
+                    quantization=quantization,
                     prefix=PREFIX,
                 )
                 choosing = False
-                for _ in module.load_weights(checkpoint.tensors.items()):
+                for _ in module.load_weights(vllm_compat.as_models_hand_them(quantization, checkpoint.tensors).items()):
                     pass
                 vllm_compat.finish_loading(module, config)
                 device.settle(self.device)
@@ -256,11 +263,25 @@ class VllmSubject:
         )
 
 
-def _quantization(case: MoECase, checkpoint: Checkpoint) -> Any | None:
+def forced(case: MoECase, backend: str) -> str:
+    """The moe_backend forced where ``backend`` was asked for: NVFP4 has no kernels called triton, but vLLM's emulation of it is Triton."""
+    nvfp4 = case.weight is Format.E2M1 and case.weight_scale is Layout.GROUP16
+    return "emulation" if backend == "triton" and nvfp4 else backend
+
+
+def asked(case: MoECase, backend: str) -> str | None:
+    """What ``--quantization`` says. Triton reads GPTQ and AWQ files where it says moe_wna16, and nowhere else."""
+    if case.origin is Origin.ONLINE:
+        return ONLINE.get((case.weight, case.weight_scale))
+    return "moe_wna16" if backend == "triton" and case.checkpoint in _WORDS else None
+
+
+def _quantization(case: MoECase, checkpoint: Checkpoint, *, backend: str) -> Any | None:
     from harness.subject import vllm_compat
 
     if case.origin is not Origin.ONLINE:
-        return vllm_compat.checkpoint_quantization(checkpoint.quantization_config)
+        model_type = "gpt_oss" if case.checkpoint is CheckpointFormat.GPT_OSS else None
+        return vllm_compat.checkpoint_quantization(checkpoint.quantization_config, asked(case, backend), model_type)
     name = ONLINE.get((case.weight, case.weight_scale))
     if name is None:
         raise LoadFailed(f"vLLM has no online quantization to {case.weight} {case.weight_scale}", refused=True)

@@ -6,12 +6,10 @@ from functools import cache
 import pytest
 from rich.console import Console
 
-from cases.case import Level
-from cases.generate import pairs
 from harness.backends import Backend
 from harness.faults import Fault, applicable, why_not
 from harness.recipes import recipe
-from harness.sensitivity import Pair, Shown, missed, render, sample, show
+from harness.sensitivity import Pair, Shown, missed, render, sample, show, smoke
 
 LANE = Backend.INTERPRETER
 PER_FAULT = 8
@@ -38,17 +36,15 @@ def test_the_sample_holds_every_fault() -> None:
 
 
 def test_every_fault_is_asked_of_some_pair_and_every_exclusion_has_a_reason() -> None:
-    smoke = [(case, recipe(case, entry, LANE)) for case, entry in pairs(Level.SMOKE)]
+    recipes = [(case, recipe(case, entry, LANE)) for case, entry in smoke(LANE)]
     for fault in Fault:
-        reasons = [why_not(fault, case, how) for case, how in smoke]
+        reasons = [why_not(fault, case, how) for case, how in recipes]
         assert None in reasons, fault
         assert all(reason is None or reason.strip() for reason in reasons)
 
 
 def test_a_trial_that_goes_wrong_is_found() -> None:
-    pair = next(
-        (case, entry) for case, entry in pairs(Level.SMOKE) if not applicable(Fault.GATE_UP_SWAPPED, case, recipe(case, entry, LANE))
-    )
+    pair = next((case, entry) for case, entry in smoke(LANE) if not applicable(Fault.GATE_UP_SWAPPED, case, recipe(case, entry, LANE)))
     shown = show(pair, LANE, (Fault.ZERO_OUTPUT,))
     honest, faulty = shown.trials
     assert (honest.seen, faulty.seen) == (False, True)
@@ -62,5 +58,5 @@ def test_a_trial_that_goes_wrong_is_found() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("shard", range(4 * SHARDS))
 def test_every_fault_that_applies_is_caught_in_every_smoke_pair(shard: int) -> None:
-    shown = [show(pair, LANE) for pair in pairs(Level.SMOKE)[shard :: 4 * SHARDS]]
+    shown = [show(pair, LANE) for pair in smoke(LANE)[shard :: 4 * SHARDS]]
     assert wrong(shown) == []

@@ -1,0 +1,256 @@
+"""What vLLM does with packed and microscaled layers, lane by lane: refused in these words, or run by one of these classes.
+
+Read in ``fused_moe/oracle/{int_wna16,w4a8,nvfp4,mxfp4,mxfp8}.py`` (0.33.0) and the methods that call them; heard by building the layers.
+Every such layer is refused by the first line that applies, and claimed where none does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+
+from cases.case import ActScale, Entry, MoECase, Origin
+from cases.packed import INTEGERS, is_packed
+from harness.installed import compute_capability
+from harness.refusals import Refusal
+from references.vocabulary import CheckpointFormat, Format, Layout
+
+
+class Family(StrEnum):
+    """Which oracle decides; values are what vLLM calls the layers."""
+
+    WNA16 = "WNA16"
+    W4A8 = "W4A8"
+    NVFP4 = "NvFp4"
+    MXFP4 = "MXFP4"
+    MXFP8 = "MXFP8"
+
+
+def family(case: MoECase) -> Family:
+    """The oracle of a packed case."""
+    if case.weight in INTEGERS:
+        return Family.WNA16 if case.act_scale is ActScale.NONE else Family.W4A8
+    if case.weight is Format.E4M3FN:
+        return Family.MXFP8
+    return Family.NVFP4 if case.weight_scale is Layout.GROUP16 else Family.MXFP4
+
+
+_HUMMING = frozenset({"HummingIndexedExperts", "HummingGroupedExperts"})
+_MARLIN = frozenset({"MarlinExperts"})
+_NVFP4_EMULATION = frozenset({"Nvfp4QuantizationEmulationTritonExperts"})
+_WNA16_TRITON = frozenset({"TritonWNA16Experts"})
+
+# lane -> what runs there; a lane that is not named has no kernels for the family
+CLASSES: dict[Family, dict[str, frozenset[str]]] = {
+    Family.WNA16: {
+        "interpreter": _WNA16_TRITON,
+        "triton": _WNA16_TRITON,
+        "marlin": _MARLIN,
+        "humming": _HUMMING,
+        "humming-a8": _HUMMING,
+        "flashinfer-trtllm": frozenset({"TrtLlmMxint4ExpertsMonolithic"}),
+        "emulation": frozenset({"Int4EmulationTritonExperts"}),
+    },
+    Family.W4A8: {"cutlass": frozenset({"CutlassExpertsW4A8Fp8"}), "humming": _HUMMING, "humming-a8": _HUMMING},
+    Family.NVFP4: {
+        "interpreter": _NVFP4_EMULATION,
+        "triton": _NVFP4_EMULATION,
+        "marlin": _MARLIN,
+        "humming": _HUMMING,
+        "humming-a8": _HUMMING,
+        "cutlass": frozenset({"CutlassExpertsFp4"}),
+        "flashinfer-cutlass": frozenset({"FlashInferExperts"}),
+        "flashinfer-trtllm": frozenset({"TrtLlmNvFp4ExpertsMonolithic", "TrtLlmNvFp4ExpertsModular"}),
+        "flashinfer-cutedsl": frozenset({"FlashInferCuteDSLExperts"}),
+        "emulation": _NVFP4_EMULATION,
+    },
+    Family.MXFP4: {
+        "interpreter": frozenset({"OAITritonMxfp4ExpertsMonolithic", "OAITritonExperts"}),
+        "triton": frozenset({"OAITritonMxfp4ExpertsMonolithic", "OAITritonExperts"}),
+        "triton-unfused": frozenset({"UnfusedOAITritonExperts"}),
+        "marlin": _MARLIN,
+        "humming": _HUMMING,
+        "humming-a8": _HUMMING,
+        "deep-gemm": frozenset({"DeepGemmFP4Experts"}),
+        "flashinfer-cutlass": frozenset({"FlashInferExperts"}),
+        "flashinfer-trtllm": frozenset({"TrtLlmMxfp4ExpertsMonolithic", "TrtLlmMxfp4ExpertsModular"}),
+        "aiter": frozenset({"AiterMxfp4Experts", "AiterW4A16ExpertsMonolithic", "AiterW4A4ExpertsMonolithic"}),
+        "emulation": frozenset({"OCP_MXQuantizationEmulationTritonExperts"}),
+    },
+    Family.MXFP8: {
+        "interpreter": frozenset({"Mxfp8NativeTritonExperts"}),
+        "triton": frozenset({"Mxfp8NativeTritonExperts"}),
+        "marlin": _MARLIN,
+        "humming": _HUMMING,
+        "humming-a8": _HUMMING,
+        "deep-gemm": frozenset({"DeepGemmExperts"}),
+        "flashinfer-trtllm": frozenset({"TrtLlmFp8ExpertsMonolithic", "TrtLlmFp8ExpertsModular"}),
+        "aiter": frozenset({"AiterMxfp8Experts"}),
+    },
+}
+_CT_MXFP4 = frozenset({"MarlinExperts", "CutlassExpertsMxfp4"})
+
+_TRITON = ("interpreter", "triton")
+_EMULATES_NVFP4 = (*_TRITON, "emulation")
+_BLACKWELL_NVFP4 = ("cutlass", "flashinfer-cutlass", "flashinfer-trtllm", "flashinfer-cutedsl")
+
+When = Callable[[MoECase, str], bool]
+
+
+def _ct_mxfp4(case: MoECase) -> bool:
+    """CompressedTensorsW4A4Mxfp4MoEMethod looks at the device only: Marlin, or CUTLASS on SM100, whatever backend was asked for."""
+    return case.checkpoint is CheckpointFormat.COMPRESSED_TENSORS and family(case) is Family.MXFP4
+
+
+def _blackwell() -> bool:
+    return compute_capability() in (100, 103)
+
+
+def _channel(case: MoECase) -> bool:
+    return family(case) is Family.WNA16 and case.weight_scale is Layout.CHANNEL
+
+
+def _asymmetric_ct(case: MoECase, *weights: Format) -> bool:
+    return case.checkpoint is CheckpointFormat.COMPRESSED_TENSORS and case.weight in weights
+
+
+# when it applies, vLLM's words, the reason, whether vLLM gives a reason itself
+_LINES: tuple[tuple[When, str, str, bool], ...] = (
+    (
+        lambda c, lane: c.origin is Origin.ONLINE and family(c) is Family.NVFP4 and (lane == "interpreter" or not _blackwell()),
+        r"requires a Blackwell \(SM100\) GPU",
+        "online NVFP4 is for SM100",
+        True,
+    ),
+    (
+        lambda c, lane: c.checkpoint is CheckpointFormat.GPTQ and c.weight.has_zero_point and lane not in _TRITON,
+        "Unsupported quantization config: bits=",
+        "GPTQ's own method has symmetric types only; moe_wna16 reads the others",
+        True,
+    ),
+    (
+        lambda c, lane: _ct_mxfp4(c) and not c.activation.gated,
+        "AssertionError",
+        "Marlin's preparation of compressed-tensors MXFP4 is written for gated layers",
+        False,
+    ),
+    (
+        lambda c, lane: _ct_mxfp4(c) and lane == "interpreter",
+        "gptq_marlin_repack has no CPU implementation",
+        "compressed-tensors MXFP4 runs on Marlin whatever is asked for, and Marlin has no CPU stand-in",
+        False,
+    ),
+    (
+        lambda c, lane: not _ct_mxfp4(c) and lane not in CLASSES[family(c)],
+        "moe_backend='.*' is not supported for (WNA16|W4A8|NvFp4|MXFP4|MXFP8) MoE",
+        "the family's oracle has no such backend",
+        True,
+    ),
+    # Triton
+    (lambda c, lane: lane in _TRITON and _channel(c), "AssertionError", "Triton's WNA16 kernel has group scales only", False),
+    (
+        lambda c, lane: lane in _TRITON and _asymmetric_ct(c, Format.UINT8),
+        "does not support quantization scheme",
+        "Triton's WNA16 experts do not take 8 bits with zero points from compressed-tensors",
+        True,
+    ),
+    (
+        lambda c, lane: lane in _TRITON and family(c) is Family.MXFP8,
+        "does not support current device",
+        "Triton's MXFP8 kernels are for ROCm",
+        True,
+    ),
+    (
+        lambda c, lane: lane in _TRITON and family(c) is Family.MXFP4 and not _ct_mxfp4(c),
+        "does not support (MoEActivation|no act_and_mul|activation)",
+        "triton_kernels' fused experts know swigluoai only",
+        True,
+    ),
+    # vLLM's emulations
+    (
+        lambda c, lane: lane in _EMULATES_NVFP4 and family(c) is Family.NVFP4 and c.bias,
+        "does not support bias",
+        "the emulation of NVFP4 has no biases",
+        True,
+    ),
+    (
+        lambda c, lane: lane in _EMULATES_NVFP4 and family(c) is Family.NVFP4 and c.act_scale is ActScale.NONE,
+        "does not support quantization scheme",
+        "the emulation of NVFP4 quantizes activations",
+        True,
+    ),
+    (
+        lambda c, lane: lane == "emulation" and family(c) is Family.WNA16 and c.weight in (Format.INT8, Format.UINT8),
+        "does not support quantization scheme",
+        "the emulation of integers is of 4 bits",
+        True,
+    ),
+    (lambda c, lane: lane == "emulation" and _channel(c), "AssertionError", "the emulation has group scales only", False),
+    (
+        lambda c, lane: lane == "emulation" and family(c) is Family.MXFP4 and not _ct_mxfp4(c),
+        "requires amd-quark package",
+        "the emulation of MXFP4 needs amd-quark",
+        True,
+    ),
+    # Marlin, Humming
+    (
+        lambda c, lane: lane == "marlin" and _asymmetric_ct(c, Format.UINT8),
+        "does not support quantization scheme",
+        "Marlin does not take 8 bits with zero points",
+        True,
+    ),
+    (
+        lambda c, lane: lane.startswith("humming") and _asymmetric_ct(c, Format.UINT4, Format.UINT8),
+        "does not support quantization scheme",
+        "Humming takes no zero points from compressed-tensors",
+        True,
+    ),
+    (lambda c, lane: lane.startswith("humming") and _channel(c), "AssertionError", "only Marlin takes channel scales", False),
+    # FlashInfer, CUTLASS, DeepGEMM
+    (
+        lambda c, lane: lane == "flashinfer-trtllm" and family(c) is Family.WNA16 and (c.weight.has_zero_point or c.bias or _words(c)),
+        "zero points and bias are not supported",
+        "FlashInfer's TRT-LLM kernels take no zero points and no biases",
+        True,
+    ),
+    (
+        lambda c, lane: lane == "flashinfer-trtllm" and family(c) in (Family.WNA16, Family.MXFP4, Family.MXFP8) and not _blackwell(),
+        "does not support|No supported",
+        "FlashInfer's TRT-LLM kernels are for SM100",
+        True,
+    ),
+    (
+        lambda c, lane: lane in _BLACKWELL_NVFP4 and family(c) is Family.NVFP4 and not _blackwell(),
+        "does not support (current device|quantization scheme)",
+        "NVFP4 tensor cores are SM100's",
+        True,
+    ),
+    (
+        lambda c, lane: lane == "deep-gemm" and family(c) in (Family.MXFP4, Family.MXFP8) and not _ct_mxfp4(c) and not _blackwell(),
+        "does not support|No supported",
+        "DeepGEMM's microscaled kernels are for SM100",
+        True,
+    ),
+)
+
+
+def _words(case: MoECase) -> bool:
+    """AutoGPTQ's and AutoAWQ's methods may have biases, whatever the layer has."""
+    return case.checkpoint in (CheckpointFormat.GPTQ, CheckpointFormat.AWQ)
+
+
+def refusal(case: MoECase, lane: str) -> Refusal | None:
+    """The declared refusal of a packed case at the layer, None where the lane claims it."""
+    for applies, says, reason, reasoned in _LINES:
+        if applies(case, lane):
+            return Refusal(reason=reason, says=says, applies=_at_layer, reasoned=reasoned)
+    return None
+
+
+def _at_layer(case: MoECase, entry: Entry) -> bool:
+    return entry is Entry.LAYER and is_packed(case)
+
+
+def experts(case: MoECase, lane: str) -> frozenset[str]:
+    """Class names of which one must run a packed case."""
+    return _CT_MXFP4 if _ct_mxfp4(case) else CLASSES[family(case)].get(lane, frozenset({"none"}))
