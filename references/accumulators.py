@@ -118,18 +118,26 @@ def _chunks(x: _Side, y: _Side, columns: int) -> tuple[torch.Tensor, torch.Tenso
     return torch.stack(middles), torch.stack(spreads)
 
 
-def divided(a: Operand, w: Operand, unit_roundoff: float) -> torch.Tensor:
-    """Error of dividing K among blocks of 128 or more columns that add their results, in order, in a 16-bit format, [M, N].
+class Slices(NamedTuple):
+    """K divided among at most ``count`` thread blocks of 128 or more columns each, whose results are added one after another.
 
-    Each of at most K / 128 results is rounded, and so is each sum of two or more, from one end of K or from the other.
+    parts: sum of the results' magnitudes; sums: of the magnitudes of their sums, from either end of K, two or more at a time; [M, N].
     """
+
+    parts: torch.Tensor
+    sums: torch.Tensor
+    count: int
+
+
+def slices(a: Operand, w: Operand) -> Slices | None:
+    """Bounds of what is stored on the way, a [M, K], w [N, K]; None where one block has all of K."""
     middles, spreads = _chunks(_Side.of(a.middle, a.radius, a.middle), _Side.of(w.middle, w.radius, w.middle), _CHUNK)
     if len(middles) == 1:
-        return torch.zeros_like(middles[0])
+        return None
     prefix = middles.cumsum(0)
     backward = torch.cat([(prefix[-1] - prefix[:-2]).flip(0), prefix[-1:]])
     sums = torch.maximum(prefix[1:].abs(), backward.abs()) + spreads.sum(0)
-    return unit_roundoff * ((middles.abs() + spreads).sum(0) + sums.sum(0))
+    return Slices((middles.abs() + spreads).sum(0), sums.sum(0), len(middles))
 
 
 class _Side(NamedTuple):

@@ -303,10 +303,11 @@ def quantize(x: Interval, how: ActQuant, static_scale: torch.Tensor | None) -> t
 
 
 def weight_code_hull(w: torch.Tensor, quantized: Quantized, how: WeightQuant) -> tuple[torch.Tensor, torch.Tensor]:
-    """Smallest and largest honest online code of each weight: one unless the recipe does not know the quotient."""
+    """Smallest and largest honest online code of each weight: one unless the recipe does not know the quotient, or w * (1 / scale)."""
     if how.quotient is not Quotient.ANY or how.arithmetic is not Format.FP32:
         return quantized.codes, quantized.codes
-    ratio = _any_quotient(exactly(w), exactly(quantized.scale))
+    exact = _any_quotient(exactly(w), exactly(quantized.scale))
+    ratio = widen(exact, U32 * exact.low.abs(), U32 * exact.high.abs())  # a product after the division
     low, high = (symmetric(saturate(end, how.format, how.rounding), how.format) for end in (ratio.low, ratio.high))
     return (quantized.codes, quantized.codes) if torch.equal(low, high) else (low, high)
 
