@@ -21,7 +21,7 @@ from harness.backends import has_entry
 from harness.bisect import report
 from harness.bisect.cache import GIB, Cache, default_root
 from harness.bisect.differences import Difference, Symptom, changed_bits, compare, first_difference
-from harness.bisect.hunt import Answer, Hunt, Log, RegressOn, judge, overall
+from harness.bisect.hunt import Answer, Hunt, Log, RegressOn, judge, overall, word
 from harness.bisect.installation import Installation
 from harness.bisect.observe import kept_name
 from harness.bisect.repository import Repository
@@ -150,12 +150,12 @@ def _cache() -> Cache:
 
 def _again(arguments: argparse.Namespace, plan: Plan, meant: Mapping[str, str]) -> str:
     """The command as typed, with what ``meant`` says in place of words whose meaning moves: a branch, or this machine's backend."""
-    words = []
-    for word in arguments.typed:
-        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
-        words.append(f"{option}{equals}{meant.get(value, value)}")
+    again = ["moediff"]
+    for typed in arguments.typed:
+        option, equals, value = typed.partition("=") if typed.startswith("--") else ("", "", typed)
+        again.append(f"{option}{equals}{meant.get(value, value)}")
     backend = [] if arguments.backend else ["--backend", plan.backend.value]
-    return shlex.join(["moediff", *(word for word in words if word != "--resume"), *backend])
+    return shlex.join([*(each for each in again if each != "--resume"), *backend])
 
 
 def compare_states(arguments: argparse.Namespace) -> int:
@@ -249,7 +249,7 @@ def bisect(arguments: argparse.Namespace) -> int:
         run=run_at,
         key_of=key_of,
         log=Log.start(log.with_suffix(".json"), asked, resume=arguments.resume),
-        tell=lambda revision, answer: _progress(revision, answer),
+        tell=lambda revision, answer: _progress(revision, answer, on),
     )
     result, merged = into_merges(hunt, through, hunt.search(through.names))
     page = report.search(
@@ -294,8 +294,8 @@ def _turned(log: Log, result: Result) -> list[Difference]:
     return [replace(each, first=changed_bits(each)) for each in found if each is not None]
 
 
-def _progress(revision: str, answer: Answer) -> None:
-    sys.stderr.write(f"{revision[:12]}  {answer.status:8}{answer.why}\n")
+def _progress(revision: str, answer: Answer, on: RegressOn) -> None:
+    sys.stderr.write(f"{revision[:12]}  {word(answer.status, on):8}{answer.why}\n")
     sys.stderr.flush()
 
 

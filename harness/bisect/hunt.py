@@ -28,6 +28,13 @@ class RegressOn(StrEnum):
     FIXED = "fixed"  # the reverse: the older end fails, the newer passes; the first one that passes is looked for
 
 
+def word(status: Status, on: RegressOn) -> str:
+    """What a reader is told for a status: a search for a repair calls what it looks for "passes", not "bad"."""
+    if on is not RegressOn.FIXED or status is Status.UNKNOWN:
+        return status.value
+    return "passes" if status is Status.BAD else "fails"
+
+
 def judge(observation: Observation, on: RegressOn, target: str = "") -> Status:
     """One pair. ``target``: with SIGNATURE, the ``Observation.signature`` looked for."""
     if on is RegressOn.IMPORT and (observation.cannot_import or observation.verdict.outcome is not Outcome.UNAVAILABLE):

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.bisect.differences import Difference, Symptom
-from harness.bisect.hunt import Answer, RegressOn
+from harness.bisect.hunt import Answer, RegressOn, word
 from harness.bisect.observe import Observation
 from harness.bisect.repository import Commit
-from harness.bisect.search import Ambiguous, Found, Result
+from harness.bisect.search import Ambiguous, Found, Result, Status
 from harness.bisect.states import StateRun
 from harness.bisect.trees import Tree
 from harness.verdict import Outcome
@@ -118,10 +118,11 @@ def search(found: Searched, command: str, environment: Mapping[str, str]) -> str
     result = found.result
     verb = "fixed" if found.on is RegressOn.FIXED else "bad"
     lines = [f"## {_title(found)}", ""]
+    good, bad = (word(status, found.on) for status in (Status.GOOD, Status.BAD))
     lines += [
-        f"- searched: {_short(found.revisions[0])} (good) to {_short(found.revisions[-1])} (bad), {len(found.revisions)} revisions, "
-        f"{len(found.answers)} probes; what counts as bad: {found.on}",
-        f"- result: {_shortened(result.sentence)}",
+        f"- searched: {_short(found.revisions[0])} ({good}) to {_short(found.revisions[-1])} ({bad}), {len(found.revisions)} revisions, "
+        f"{len(found.answers)} probes; looked for: {found.on}",
+        f"- result: {_result(result, found.on)}",
     ]
     candidates = (result.culprit,) if isinstance(result, Found) else result.candidates if isinstance(result, Ambiguous) else ()
     for name in candidates:
@@ -146,9 +147,15 @@ def search(found: Searched, command: str, environment: Mapping[str, str]) -> str
     lines += ["| probe | answer | what was seen |", "|---|---|---|"]
     where = {name: number for number, name in enumerate(found.revisions)}
     for name, answer in sorted(found.answers.items(), key=lambda item: where.get(item[0], len(where))):
-        lines.append(f"| {_short(name)} | {answer.status} | {answer.why.replace('|', chr(92) + '|')} |")
+        lines.append(f"| {_short(name)} | {word(answer.status, found.on)} | {answer.why.replace('|', chr(92) + '|')} |")
     lines += ["", *_notes(found.trees)]
     return "\n".join([*lines, *_environment(environment), *_again(command)])
+
+
+def _result(result: Result, on: RegressOn) -> str:
+    if on is RegressOn.FIXED and isinstance(result, Found):
+        return _shortened(f"the first revision that passes is {result.culprit}; the one before it, {result.last_good}, fails")
+    return _shortened(result.sentence)
 
 
 def _title(found: Searched) -> str:

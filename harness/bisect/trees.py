@@ -42,8 +42,9 @@ class Tree:
     @property
     def stated(self) -> str:
         """``NAME=BASE+PATCH…`` with a revision's full name, which no later commit changes."""
-        patches = map(str, self.state.patches)
-        return f"{self.state.name}={'+'.join([self.sha or str(self.state.base), *patches])}"
+        base = self.sha if isinstance(self.state.base, Revision) else str(self.state.base)
+        whole = "+".join([base, *map(str, self.state.patches)])
+        return whole if whole == self.state.name else f"{self.state.name}={whole}"
 
 
 @contextmanager

@@ -87,7 +87,9 @@ def test_bisect_looks_for_the_signature_of_the_bad_end_any_failure_or_the_repair
     assert main(["bisect", *span, "--regress-on", "any"]) == Exit.CANNOT_TELL
     assert "since one of 2 revisions" in capsys.readouterr().out
     assert main(["bisect", "--good", "HEAD~5", "--bad", "HEAD~3", "--repo", str(checkout.path), *ONE, "--regress-on", "fixed"]) == Exit.GOOD
-    assert capsys.readouterr().out.startswith(f"## MISMATCH ZERO_OUTPUT until {was}, mended in {now} (4 repaired)\n")
+    page = capsys.readouterr().out
+    assert page.startswith(f"## MISMATCH ZERO_OUTPUT until {was}, mended in {now} (4 repaired)\n")
+    assert f"the first revision that passes is {now}; the one before it, {was}, fails" in page
     capsys.readouterr()
     assert (
         main(["bisect", "--good", "HEAD~8", "--bad", "HEAD~6", "--repo", str(checkout.path), *ONE, "--regress-on", "import"]) == Exit.GOOD
@@ -167,6 +169,8 @@ def test_compare_states_of_every_kind(checkout: Checkout, tmp_path: Path, capsys
     out = capsys.readouterr().out
     assert f"| pair | M | A | old | D |\n|---|---|---|---|---|\n| `{PAIR}` | MISMATCH, " in out
     assert "- M → A: run × numeric" in out
+    assert f"--state M={checkout.git('rev-parse', 'HEAD')} --state A={checkout.git('rev-parse', 'HEAD')}+" in out
+    assert f"--state D=dir:{checkout.path} " in out
     assert "- M → D" not in out
     assert "Control (every scale of an expert without tokens doubled; 4 runs): output identical in every state." in out
 
