@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from cases.case import Entry, Level
 from harness.architectures import ARCHITECTURES
@@ -16,6 +16,18 @@ from harness.suite.options import OUT
 
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one sentence instead of printing the usage."""
+
+    _mixed = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Arguments of a command may stand before, between and after its options."""
+        if self._mixed or self._subparsers is not None:
+            return super().parse_known_args(args, namespace)
+        self._mixed = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._mixed = False
 
     def error(self, message: str) -> NoReturn:
         """Raises Misuse."""
@@ -46,6 +58,8 @@ def parser() -> Parser:
     command.add_argument("--level", default=Level.SMOKE.value, help=_of(Level))
     command.add_argument("--entry", help=_of(Entry))
     command.add_argument("--count", action="store_true", help="only how many")
+    command.add_argument("--relations", action="store_true", help="the exact relations (relation:case[entry]) instead of the pairs")
+    command.add_argument("--backend", help="whose relations; default: the one this machine can run")
     command.set_defaults(handler=listing.main)
 
     command = commands.add_parser("show", help="all there is to know of one case", description=show.__doc__)

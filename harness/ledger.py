@@ -13,17 +13,21 @@ from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
+from typing import TypeVar
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from cases.case import Entry, Level
-from harness.backends import Backend
+from harness.backends import Backend, UnknownBackend
 from harness.verdict import Outcome, Verdict
 
 LEDGER = Path(__file__).parent.parent / "cases" / "known_issues.toml"
 _HEADER = re.compile(r"^\s*\[\[\s*issue\s*\]\]\s*(#.*)?$")
+_NO_FAULT = (Outcome.PASS, Outcome.UNSUPPORTED, Outcome.UNAVAILABLE)
 _TOML_LINE = re.compile(r"\(at line (\d+)")
+
+T = TypeVar("T", Entry, Outcome, Level)
 
 
 class LedgerError(ValueError):
@@ -164,19 +168,31 @@ def _issue(path: Path, line: int, entry: dict[str, object]) -> KnownIssue:
     backends = entry["backends"]
     if not isinstance(backends, list) or not backends:
         raise wrong(f"'backends' must be a non-empty list, got {backends!r}")
+
+    def typed(key: str, valid: type[T]) -> T:
+        text = entry.get(key, Level.SMOKE.value)
+        if text not in (names := [each.value for each in valid if each.value not in _NO_FAULT]):
+            raise wrong(f"'{key}' is {text!r}; it must be one of {', '.join(names)}")
+        return valid(text)
+
     try:
-        return KnownIssue(
-            id=str(entry["id"]),
-            cases=tuple(map(str, patterns)),
-            entry=Entry(str(entry["entry"])),
-            backends=tuple(Backend.parse(str(b)) for b in backends),
-            vllm=SpecifierSet(str(entry["vllm"])),
-            outcome=Outcome(str(entry["outcome"])),
-            signature=str(entry["signature"]),
-            link=str(entry["link"]),
-            since=str(entry["since"]),
-            note=str(entry["note"]),
-            level=Level(str(entry.get("level", Level.SMOKE))),
-        )
-    except (ValueError, InvalidSpecifier) as error:
-        raise wrong(str(error)) from None
+        affected = SpecifierSet(str(entry["vllm"]))
+    except InvalidSpecifier:
+        raise wrong(f"'vllm' is {entry['vllm']!r}; it must be a specifier of versions, such as <=0.33.0") from None
+    try:
+        speaks_of = tuple(Backend.parse(str(each)) for each in backends)
+    except UnknownBackend as error:
+        raise wrong(f"'backends': {error}") from None
+    return KnownIssue(
+        id=str(entry["id"]),
+        cases=tuple(map(str, patterns)),
+        entry=typed("entry", Entry),
+        backends=speaks_of,
+        vllm=affected,
+        outcome=typed("outcome", Outcome),
+        signature=str(entry["signature"]),
+        link=str(entry["link"]),
+        since=str(entry["since"]),
+        note=str(entry["note"]),
+        level=typed("level", Level),
+    )

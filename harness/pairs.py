@@ -14,6 +14,8 @@ from harness.backends import Backend, declared_refusal, has_entry
 from harness.exits import Misuse
 from harness.relations import EXACT, Relation, asked
 
+_LONGEST = 120  # characters of a wrong id that a message repeats
+
 
 class Pair(NamedTuple):
     """A case and the door it enters vLLM by."""
@@ -66,7 +68,9 @@ def parse_case(text: str) -> MoECase:
     try:
         return MoECase.from_id(text)
     except InvalidCase as error:
-        raise Misuse(f"'{text}' is not a case: {error}; `moediff list` prints ids that are") from None
+        shown = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({len(text)} characters)"
+        reason = str(error).replace(repr(text), repr(shown)) if text else str(error)
+        raise Misuse(f"'{shown}' is not a case: {reason}; `moediff list` prints ids that are") from None
 
 
 def parse_expression(text: str) -> str:

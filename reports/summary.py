@@ -111,8 +111,9 @@ def _why(record: Record) -> str:
 
 
 def _where(records: Sequence[Record], where: str, left_out: str) -> list[Text]:
-    margins = [record.verdict.margin for record in records if record.verdict.outcome is Outcome.PASS and record.verdict.margin is not None]
-    spent = [sum(record.seconds.values()) for record in records if record.seconds and record.kind == KINDS[0]]
+    pairs = [record for record in records if record.kind == KINDS[0]]
+    margins = [record.verdict.margin for record in pairs if record.verdict.outcome is Outcome.PASS and record.verdict.margin is not None]
+    spent = [sum(record.seconds.values()) for record in pairs if record.seconds]
     peak = max((record.peak_rss_bytes for record in records), default=0)
     parts = [f"median margin of passing pairs {median(margins):.3f}"] if margins else []
     parts += [f"median pair {median(spent):.2f} s"] if spent else []

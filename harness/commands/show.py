@@ -11,25 +11,27 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from cases.case import Data, Entry, MoECase, entry_takes
+from cases.case import Data, Entry, Level, MoECase, entry_takes
+from cases.roles import empty_expert, zero_expert
 from harness import ledger
 from harness.backends import Backend, declared_refusal, experts_expected, has_entry
 from harness.commands.output import draw, say
 from harness.environment import version
 from harness.exits import Exit
-from harness.pairs import Pair, parse_case, repeat
+from harness.pairs import Pair, parse_case, relate, repeat
 from harness.suite.options import parse_backend
 from references.vocabulary import ActQuant, Recipe
 
 if TYPE_CHECKING:
     from cases.checkpoint import Checkpoint
+    from harness.ledger import Ledger
 
 
 def main(arguments: Namespace) -> int:
     """Raises Misuse."""
     from cases.checkpoint import make_checkpoint  # imports torch, which `moediff list` does without
 
-    case, backend = parse_case(arguments.case), parse_backend(arguments.backend)
+    case, backend, known = parse_case(arguments.case), parse_backend(arguments.backend), ledger.load(ledger.LEDGER)
     say(case.id)
     draw(_fields(case))
     checkpoint = make_checkpoint(case)
@@ -37,7 +39,7 @@ def main(arguments: Namespace) -> int:
     say(f"quantization_config: {checkpoint.quantization_config}\n")
     for entry in Entry:
         if entry_takes(case, entry) and has_entry(entry, backend):
-            draw(_expectation(case, entry, backend))
+            draw(_expectation(case, entry, backend, known))
             say(f"again: {repeat(Pair(case, entry), backend)}\n")
     return Exit.AS_THE_LEDGER_SAYS
 
@@ -46,6 +48,8 @@ def _fields(case: MoECase) -> Table:
     table = _table("case", "field", "value")
     for each in fields(case):
         table.add_row(each.name, _word(getattr(case, each.name)))
+    for what, expert in (("expert without weights", zero_expert(case)), ("expert without tokens", empty_expert(case))):
+        table.add_row(what, "none" if expert is None else str(expert))
     return table
 
 
@@ -54,13 +58,10 @@ def _tensors(case: MoECase, checkpoint: Checkpoint) -> Table:
     for name, tensor in checkpoint.tensors.items():
         if name.startswith("0."):
             table.add_row(name, str(list(tensor.shape)), str(tensor.dtype).removeprefix("torch."))
-    table.caption = (
-        f"{len(checkpoint.tensors)} tensors, {case.experts} experts alike; quantization_config: {checkpoint.quantization_config}"
-    )
     return table
 
 
-def _expectation(case: MoECase, entry: Entry, backend: Backend) -> Table:
+def _expectation(case: MoECase, entry: Entry, backend: Backend, known: Ledger) -> Table:
     from harness.recipes import recipe
 
     table = _table(f"through {entry} on {backend}", "what", "expected")
@@ -72,9 +73,11 @@ def _expectation(case: MoECase, entry: Entry, backend: Backend) -> Table:
     )
     table.add_row("outcome", f"refused by vLLM: {refusal.reason}" if refusal else claim)
     table.add_row("class that runs", " or ".join(sorted(experts_expected(case, entry, backend))))
-    issue = next((i for i in ledger.load(ledger.LEDGER).issues if i.covers(case.id, entry, backend, version("vllm") or "")), None)
+    issue = next((i for i in known.issues if i.covers(case.id, entry, backend, version("vllm") or "")), None)
     if issue is not None:
         table.add_row("known issue", f"{issue.id}: {issue.outcome} {issue.signature} ({issue.link})")
+    if relations := relate(Level.SMOKE, (case.id,), entry, backend):
+        table.add_row("exact relations", ", ".join(each.relation for each in relations))
     for name, value in _roundings(recipe(case, entry, backend)):
         table.add_row(name, value)
     return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cases.case import Level
+from cases.roles import empty_expert, zero_expert
 from harness import ledger, preflight
 from harness.backends import Backend
 from harness.cli import main
@@ -30,6 +32,46 @@ def test_list_keeps_ids_with_every_word_and_counts_them(capsys: pytest.CaptureFi
     wanted = [pair for pair in select(Level.SMOKE) if "silu" in pair.id and "[layer]" in pair.id]
     assert main(["list", "silu", "[layer]", "--count"]) == 0
     assert capsys.readouterr().out == f"{len(wanted)} pairs of {len({pair.case for pair in wanted})} cases\n"
+
+
+def test_list_takes_words_before_and_after_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "silu", "--count", "[layer]"]) == 0
+    assert main(["list", "--count", "silu", "[layer]"]) == 0
+    one, other = capsys.readouterr().out.splitlines()
+    assert one == other
+
+
+def test_list_prints_the_exact_relations_of_a_level(capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = [each.id for each in relate(Level.SMOKE, (), None, Backend.INTERPRETER) if "repeated:" in each.id]
+    assert main(["list", "--relations", "--backend=interpreter", "repeated:"]) == 0
+    assert capsys.readouterr().out.splitlines() == wanted != []
+    assert main(["list", "--relations", "--backend=interpreter", "--count", "repeated:"]) == 0
+    assert capsys.readouterr().out == f"{len(wanted)} exact relations of {len(wanted)} pairs\n"
+
+
+def test_show_names_the_experts_that_play_a_part_and_the_relations_and_says_things_once(capsys: pytest.CaptureFixture[str]) -> None:
+    dense, lattice = (
+        "int8-channel-static-quark-silu-fp16-e4k2m8h128i64-balanced",
+        "int8-channel-dyntoken-ct-silu-bf16-e4k1m8h64i32-balanced-lattice",
+    )
+    assert main(["show", dense, "--backend", "interpreter"]) == 0
+    out = capsys.readouterr().out
+    case = FIRST.case.from_id(dense)
+    for what, expert in ("expert without weights", zero_expert(case)), ("expert without tokens", empty_expert(case)):
+        assert re.search(rf"{what} +{'none' if expert is None else expert}\b", out)
+    assert out.count("quantization_config") == 1
+    assert "exact relations" not in out
+    assert main(["show", lattice, "--backend", "interpreter"]) == 0
+    assert "unrouted_scale" in capsys.readouterr().out
+
+
+def test_show_with_a_bad_ledger_says_so_before_anything_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "issues.toml").write_text("[[issue]]\n")
+    monkeypatch.setattr(ledger, "LEDGER", tmp_path / "issues.toml")
+    assert main(["show", FIRST.case.id]) == Exit.MISUSE
+    assert capsys.readouterr().out == ""
 
 
 def test_show_says_fields_tensors_recipe_and_how_to_run_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,6 +110,9 @@ def test_doctor_says_what_is_installed_and_why_a_backend_cannot_run(
         (["run", "--subject", "fake:"], "unknown fault ''; the faults are ZERO_OUTPUT, LAST"),
         (["run", "--subject", "fake:RUST"], "unknown fault 'RUST'; the faults are ZERO_OUTPUT"),
         (["run", FIRST.case.id, "--subject", "fake:BIAS_DROPPED"], "applies to none of these pairs: there is no bias; name other cases"),
+        (["list", "zzzz", "[layer]"], "no pair of level smoke has 'zzzz' and '[layer]' in its id"),
+        (["list", "--relations", "--backend", "marlin"], "no exact relation of level smoke on marlin; leave"),
+        (["show", "a" * 400], f"'{'a' * 120}… (400 characters)' is not a case"),
         (["run", "int8"], "'int8' is not a case: id 'int8' has 1 of at least 8 parts"),
         (["show", FIRST.case.id.replace("-e", "-x", 1)], "is not a case"),
         (["show", "int8-block128-dyngroup128-ct-silu-fp16-e4k9m8h128i64-balanced"], "is not a case"),  # k > E

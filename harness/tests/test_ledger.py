@@ -73,9 +73,16 @@ def test_an_entry_that_matches_nothing_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "line", "says"),
     [
-        (ENTRY.replace('outcome = "MISMATCH"', 'outcome = "BROKEN"'), 2, "'BROKEN' is not a valid Outcome"),
-        (ENTRY.replace('vllm = "<=0.33.0"', 'vllm = "about 3"'), 2, "Invalid specifier: 'about 3'"),
-        (ENTRY.replace('"interpreter"', '"abacus"'), 2, "unknown backend 'abacus'"),
+        (
+            ENTRY.replace('outcome = "MISMATCH"', 'outcome = "BROKEN"'),
+            2,
+            "'outcome' is 'BROKEN'; it must be one of MISMATCH, NOT_IDENTICAL, N",
+        ),
+        (ENTRY.replace('outcome = "MISMATCH"', 'outcome = "PASS"'), 2, "'outcome' is 'PASS'; it must be one of MISMATCH"),
+        (ENTRY.replace('entry = "layer"', 'entry = "back"'), 2, "'entry' is 'back'; it must be one of layer, fused_experts"),
+        (ENTRY + 'level = "all"\n', 2, "'level' is 'all'; it must be one of smoke, nightly, deep"),
+        (ENTRY.replace('vllm = "<=0.33.0"', 'vllm = "about 3"'), 2, "'vllm' is 'about 3'; it must be a specifier of versions"),
+        (ENTRY.replace('"interpreter"', '"abacus"'), 2, "'backends': unknown backend 'abacus'; the backends are interpreter"),
         (ENTRY.replace('["interpreter"]', "[]"), 2, "'backends' must be a non-empty list"),
         (ENTRY.replace('note = "n"\n', ""), 2, "key 'note' is missing"),
         (ENTRY.replace("note", "notes"), 2, "unknown key 'notes'"),
