@@ -8,12 +8,12 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-from cases.case import Data, Entry, Level, MoECase
+from cases.case import ActScale, Data, Entry, Level, MoECase, Origin
 from cases.generate import pairs
 from harness.backends import SPECS, Backend, declared_refusal, has_entry
 from harness.pairs import Pair
 from harness.recipes import recipe
-from references.vocabulary import Activation, Format
+from references.vocabulary import Activation, Format, Layout
 
 if TYPE_CHECKING:
     from harness.suite.options import Options
@@ -48,8 +48,16 @@ CLAIMS: dict[DeviceCheck, str] = {
 FAR = (DeviceCheck.FAR_EXPERT, DeviceCheck.FAR_ROWS)  # gigabytes: nightly only
 SWAPPING = (Backend.TRITON, Backend.CUTLASS)
 
-# Where two runs may differ, and why; the results must then lie within the derived bound all the same.
-NOT_REPEATABLE: dict[Backend, str] = {}
+_FAR_SCHEMES = (  # of bytes, one per layout of weight scales
+    (Layout.TENSOR, ActScale.STATIC_TENSOR),
+    (Layout.CHANNEL, ActScale.DYNAMIC_TOKEN),
+    (Layout.BLOCK128, ActScale.DYNAMIC_GROUP128),
+)
+
+# Where bits may differ, and why; every result must then be one that the reference allows.
+NOT_REPEATABLE: dict[Backend, str] = {}  # from run to run
+_TILES = "where a tile lies among the blocks decides how its K is divided among them"
+BY_PLACE = {Backend.MARLIN: _TILES, Backend.HUMMING: _TILES, Backend.HUMMING_A8: _TILES}  # from row to row of one batch
 
 
 def asked(case: MoECase, entry: Entry, backend: Backend, level: Level) -> tuple[DeviceCheck, ...]:
@@ -63,8 +71,10 @@ def why_not(check: DeviceCheck, case: MoECase, entry: Entry, backend: Backend, l
         return "the backend has no device"
     if check in FAR and level is Level.SMOKE:
         return "it takes gigabytes, and seconds"
-    if check in FAR and case.weight not in (Format.INT8, Format.E4M3FN):
-        return "one format of a byte a code stands for all"
+    if check in FAR and (case.weight not in (Format.INT8, Format.E4M3FN) or (case.weight_scale, case.act_scale) not in _FAR_SCHEMES):
+        return "offsets are those of another scheme"
+    if check in FAR and case.origin is not Origin.PREQUANTIZED:
+        return "offsets are those of the same codes, loaded"
     if check in (DeviceCheck.REPLAYED_SCALES, DeviceCheck.COMPILED_SCALES) and not case.quantized:
         return "weights have no scales"
     if check is DeviceCheck.SWAPPED_OPERANDS and not _swaps(case, entry, backend):

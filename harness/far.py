@@ -23,9 +23,13 @@ _PERIOD = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Far:
-    """A layer, the batches to run through it, and the device memory it takes. period: rows after which a batch repeats."""
+    """A layer, the batches to run through it, and the device memory it takes. period: rows after which a batch repeats.
+
+    small: the case of one such period.
+    """
 
     case: MoECase
+    small: MoECase
     checkpoint: Checkpoint
     batches: tuple[Batch, ...]
     bytes_needed: int
@@ -50,6 +54,7 @@ def far_expert(case: MoECase) -> Far:
     batch = make_batch(small)
     return Far(
         case=far,
+        small=small,
         checkpoint=replace(first, tensors=tensors),
         batches=tuple(_to(batch, expert, experts) for expert in (0, experts - 1)),
         bytes_needed=_LOADING * 3 * PAST * (2 if not case.quantized or case.stored is not case.weight else 1),
@@ -71,4 +76,5 @@ def far_rows(case: MoECase) -> Far:
     batch = make_batch(small)
     many = Batch(hidden_states=batch.hidden_states.repeat(copies, 1), router_logits=batch.router_logits.repeat(copies, 1))
     rows = far.tokens * far.top_k
-    return Far(case=far, checkpoint=make_checkpoint(small), batches=(many,), bytes_needed=8 * rows * far.w13_rows, period=_PERIOD)
+    needed = 8 * rows * far.w13_rows
+    return Far(case=far, small=small, checkpoint=make_checkpoint(small), batches=(many,), bytes_needed=needed, period=_PERIOD)

@@ -12,6 +12,7 @@ from harness.backends import SPECS, Backend
 
 _PROC = Path("/proc/driver/nvidia/gpus")
 WORKERS_ON_GPU = "MOEDIFF_WORKERS_ON_GPU"  # how many processes share this worker's GPU
+_WORKER_GIB = 3  # a context takes 0.6 GiB, seen on an H200; a smoke case a few MiB; the rest is room
 _SLOTS = 8  # workers on one GPU at most: each holds a CUDA context of its own, and the reference needs a core
 
 
@@ -31,16 +32,29 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     return tuple(str(index) for index, _ in enumerate(_PROC.iterdir())) if _PROC.is_dir() else ()
 
 
+def gpu_gib() -> int:
+    """Memory of the smallest GPU, in GiB; 0 where none says."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=False)
+    return min((int(mib) // 1024 for mib in listed.stdout.split() if mib.isdecimal()), default=0)
+
+
 def default_backend(gpus: tuple[str, ...]) -> Backend:
     """The lane of this machine."""
     return Backend.TRITON if gpus else Backend.INTERPRETER
 
 
-def worker_count(backend: Backend, gpus: tuple[str, ...], available: int) -> int:
-    """Workers for ``-n auto`` on ``available`` cores: GPUs x slots where the backend needs a GPU, else one a core."""
+def worker_count(backend: Backend, gpus: tuple[str, ...], available: int, gib: int = 0) -> int:
+    """Workers for ``-n auto`` on ``available`` cores: GPUs x slots where the backend needs a GPU, else one a core.
+
+    gib: memory of the smallest GPU; 0: unknown.
+    """
     if not SPECS[backend].needs_gpu or not gpus:
         return available
-    return len(gpus) * min(_SLOTS, max(1, available // len(gpus)))
+    fit = max(1, gib // _WORKER_GIB) if gib else _SLOTS
+    return len(gpus) * min(_SLOTS, fit, max(1, available // len(gpus)))
 
 
 def worker_environment(backend: Backend, worker: str, gpus: tuple[str, ...], workers: int = 1) -> dict[str, str]:

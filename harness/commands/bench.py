@@ -17,12 +17,13 @@ from rich.table import Table
 
 from cases.case import Level
 from harness.backends import Backend
-from harness.commands import bench_exact
+from harness.commands import bench_exact, bench_lanes
 from harness.commands.output import draw
 from harness.commands.run import SUITE
 from harness.environment import child_environ, environment
 from harness.exits import Exit, Misuse
 from harness.preflight import check
+from harness.relations import EXACT
 from harness.suite.options import parse_backend
 from reports.records import MERGED, read, read_worker, worker_files
 
@@ -122,11 +123,13 @@ def collect_once(level: Level) -> Collected:
     return Collected(found["pairs"], found["relations"], found["seconds"], tuple(found["imported"]))
 
 
-def sensitivity(backend: Backend) -> int:
-    """Every fault against every smoke case it applies to."""
-    from harness.sensitivity import table
+def sensitive(backend: Backend) -> int:
+    """Every fault against every smoke case it applies to, and against every exact relation of every smoke lattice."""
+    from harness import sensitivity, sensitivity_exact
 
-    draw(table(backend))
+    draw(sensitivity.table(backend))
+    if backend in EXACT:
+        draw(sensitivity_exact.table(backend))
     return Exit.AS_THE_LEDGER_SAYS
 
 
@@ -139,6 +142,7 @@ def _table(title: str) -> Table:
 BENCHES: dict[str, tuple[Callable[[Backend], int], str]] = {
     "smoke": (smoke, "the smoke level: pairs, wall time, seconds a pair, memory"),
     "collect": (collect, "time to collect, and that neither torch nor vLLM is imported for it"),
+    "lanes": (bench_lanes.main, "one lane: smoke with warm kernels, pairs a second in a worker, two workers and two GPUs over one"),
     "exact": (bench_exact.main, "the founding fault, scale by scale, and every shape and stride of a scale tensor"),
-    "sensitivity": (sensitivity, "which faults are caught in which formats, and by how much"),
+    "sensitivity": (sensitive, "which faults are caught in which formats, by how much, and by which exact relations"),
 }

@@ -10,6 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cases.axes import Routing
+from cases.batch import make_batch
 from cases.case import Level
 from cases.checkpoint import make_checkpoint
 from harness import device_asked
@@ -17,8 +19,10 @@ from harness.backends import SPECS, Backend
 from harness.device_asked import Broken, run_check
 from harness.device_checks import CLAIMS, FAR, NOT_REPEATABLE, DeviceCheck, of
 from harness.environment import child_environ
-from harness.far import PAST, far_expert, far_rows
+from harness.expected import expected
+from harness.far import PAST, Far, far_expert, far_rows
 from harness.pairs import Pair
+from harness.recipes import recipe
 from harness.subject import HasModes
 from harness.tests.fake_device import FakeDevice, Planted
 from harness.verdict import Outcome, Verdict
@@ -119,6 +123,40 @@ def test_offsets_of_32_bits_show_as_another_output_of_the_copy(monkeypatch: pyte
 
     verdict = ask(DeviceCheck.FAR_EXPERT, Offsets())
     assert verdict.outcome is (Outcome.NOT_IDENTICAL if short else Outcome.PASS)
+
+
+@pytest.mark.parametrize(
+    ("backend", "allowed", "outcome"),
+    [
+        (Backend.TRITON, True, Outcome.NOT_IDENTICAL),
+        (Backend.MARLIN, True, Outcome.PASS),
+        (Backend.MARLIN, False, Outcome.NOT_IDENTICAL),
+    ],
+)
+def test_a_far_row_may_differ_where_that_is_declared_and_then_as_far_as_is_allowed(
+    monkeypatch: pytest.MonkeyPatch, backend: Backend, allowed: bool, outcome: Outcome
+) -> None:
+    """An element of one far copy at the other end of what is allowed, and far off. The reference's own answer stands for the layer."""
+    pair = next(each.pair for each in of(Level.NIGHTLY, backend) if each.check is DeviceCheck.FAR_ROWS)
+    small = replace(
+        pair.case, experts=2, top_k=1, tokens=16, hidden=128, intermediate=128, routing=Routing.BALANCED, router_weight_on_input=False
+    )
+    checkpoint, batch = make_checkpoint(small), make_batch(small)
+    answer = expected(small, recipe(small, pair.entry, backend), checkpoint, batch)
+    low, one, high = (each.to(torch.bfloat16) for each in (answer.low, answer.expected, answer.high))
+    at = tuple(int(i) for i in (low < high).nonzero()[0])
+    many = one.repeat(4, 1)
+    many[32:48][at] = (low if one[at] != low[at] else high)[at] if allowed else 2 * high[at] + 1
+    far = Far(case=replace(small, tokens=64), small=small, checkpoint=checkpoint, batches=(batch,), bytes_needed=0, period=16)
+    monkeypatch.setattr(device_asked, "far_rows", lambda case: far)
+
+    class Rows(FakeDevice):
+        def run(self, loaded, batch):  # type: ignore[no-untyped-def]
+            return type("Ran", (), {"output": many})()
+
+    subject = Rows(backend=backend)
+    assert isinstance(subject, HasModes)
+    assert run_check(DeviceCheck.FAR_ROWS, pair, backend, subject).verdict.outcome is outcome
 
 
 def test_every_check_has_a_claim_and_is_asked_somewhere() -> None:
