@@ -75,6 +75,6 @@ def nvfp4_hull(low: torch.Tensor, high: torch.Tensor, multiplier: torch.Tensor, 
 
 
 def _next(scale: torch.Tensor) -> torch.Tensor:
-    """The E4M3 number above each, float64."""
-    pattern = scale.to(torch.float8_e4m3fn).view(torch.uint8) + 1
+    """The E4M3 number above each, float64; 448 stays."""
+    pattern = (scale.to(torch.float8_e4m3fn).view(torch.uint8) + 1).clamp_max(0x7E)
     return pattern.view(torch.float8_e4m3fn).to(torch.float64)
