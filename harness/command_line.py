@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any, NoReturn
 
 from cases.case import Entry, Level
-from harness.architectures import ARCHITECTURES
+from harness.architectures import ARCHITECTURES, VARIABLE
 from harness.backends import Backend
 from harness.bisect.commands import add_subcommands
 from harness.commands import bench, doctor, lanes, listing, matrix, run, show
 from harness.exits import Misuse
-from harness.suite.options import OUT
+from harness.suite.options import ARCHITECTURE_HELP, OUT
 
 
 class Parser(argparse.ArgumentParser):
@@ -49,6 +50,7 @@ def parser() -> Parser:
         metavar="N",
         help="worker processes; 0: none, for a debugger; default: what this machine takes",
     )
+    command.add_argument("--architecture", default=os.environ.get(VARIABLE), metavar="NAME", help=ARCHITECTURE_HELP)
     command.add_argument("--subject", default="vllm", help="vllm; or fake[:FAULT], the harness without vLLM")
     command.add_argument("--records", default=str(OUT), metavar="DIR", help=f"where records are written; default: {OUT}")
     command.set_defaults(handler=run.main)

@@ -9,6 +9,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from harness.architectures import requested
+
 DEEP_GEMM = ("deep_gemm", "vllm.third_party.deep_gemm")
 
 
@@ -24,9 +26,15 @@ def importable(name: str) -> bool:
     )
 
 
-@functools.cache
 def compute_capability() -> int:
-    """90 for the first GPU of a Hopper machine; 0 where no GPU answers."""
+    """90 for the first GPU of a Hopper machine, or where the interpreter platform answers as one; 0 where no GPU answers."""
+    if asked := requested():
+        return asked.number
+    return 0 if os.environ.get("MOEDIFF_LANE") == "interpreter" else _compute_capability()
+
+
+@functools.cache
+def _compute_capability() -> int:
     if shutil.which("nvidia-smi") is None:
         return 0
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]

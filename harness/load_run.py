@@ -11,11 +11,11 @@ from cases.bad_checkpoints import Bad
 from cases.case import Entry
 from cases.checkpoint import Checkpoint, make_checkpoint
 from harness import judge, load_expected, load_oracles, load_views
-from harness.backends import declared_refusal
 from harness.bad_run import run_bad
 from harness.load_oracles import CLAIMS, Finding, Oracle
 from harness.loading import Question
 from harness.pipeline import PairResult
+from harness.refusals_architecture import declared
 from harness.subject import LoadFailed
 from harness.subject.loading import Depth
 from harness.verdict import Outcome, Verdict
@@ -50,8 +50,8 @@ def ask(question: Question | Bad, pair: Pair, backend: Backend, subject: Loads) 
 
 
 def _refused(case: MoECase, backend: Backend, error: LoadFailed) -> Verdict:
-    refusal = declared_refusal(case, Entry.LAYER, backend)
-    if refusal is not None and refusal.matches(error.detail):
+    refusal = next((each for each in declared(case, Entry.LAYER, backend) if each.matches(error.detail)), None)
+    if refusal is not None:
         return Verdict(outcome=Outcome.UNSUPPORTED, claim=f"refused by design: {refusal.reason}", detail=error.detail)
     return judge.raised(Outcome.LOAD_ERROR, error.detail)
 

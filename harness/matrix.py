@@ -20,17 +20,16 @@ from cases.generate import pairs
 from harness import ledger
 from harness.architectures import VARIABLE, Architecture, requested
 from harness.backends import SPECS, Backend
-from harness.environment import environment, version
+from harness.environment import environment
 from harness.exits import Exit, Misuse
-from harness.ledger import Judged, Ledger, Standing
-from harness.verdict import Outcome, Verdict
+from harness.ledger import Ledger
+from harness.load_ledger import LOAD, judge_loading
 from references.vocabulary import Activation, Format
 from reports.records import Record, Recorder, Start, Status, broke
 
 if TYPE_CHECKING:
     from harness.subject import Subject
 
-LOAD = "load"  # the records' relation: loaded for a GPU that is not here, nothing ran
 _PLAIN = (Activation.SILU, Activation.RELU2_NO_MUL)
 
 
@@ -53,14 +52,6 @@ def _weight(case: MoECase) -> Format | None:
 def _awkward(case: MoECase) -> tuple[bool, bool, bool, int]:
     whole = case.hidden % 128 == 0 and case.intermediate % 128 == 0
     return case.dtype is not Format.BF16, not whole, case.activation not in _PLAIN, case.experts * case.hidden * case.intermediate
-
-
-def judge(known: Ledger, verdict: Verdict, case: MoECase, backend: Backend) -> Judged:
-    """The ledger's word on a loading: an entry about the forward says nothing here, one about loading is strict."""
-    judged = known.judge(verdict, case.id, Entry.LAYER, backend, version("vllm") or "")
-    if judged.standing is Standing.STOPPED_FAILING and judged.issue is not None and judged.issue.outcome is not Outcome.LOAD_ERROR:
-        return Judged(standing=Standing.CLEAN)
-    return judged
 
 
 def drive(architecture: Architecture, directory: Path, name: str, backends: Iterable[Backend]) -> Iterator[Record]:
@@ -100,7 +91,7 @@ def _record(
     except Exception as error:  # ours: recorded, then shown with its traceback
         recorder.finished(broke(start, recorder.last_stage, f"{type(error).__name__}: {error}"))
         raise
-    judged = judge(known, result.verdict, case, backend)
+    judged = judge_loading(known, result.verdict, case, backend)
     record = Record.of(
         start,
         verdict=result.verdict,

@@ -11,10 +11,11 @@ from cases.batch import make_batch
 from cases.case import Entry, MoECase
 from cases.checkpoint import make_checkpoint
 from harness import judge
-from harness.backends import Backend, declared_refusal, experts_expected
+from harness.backends import Backend, experts_expected
 from harness.compare import compare
 from harness.expected import expected
 from harness.recipes import recipe
+from harness.refusals_architecture import declared
 from harness.subject import LoadFailed, RunFailed, Subject, SubjectError
 from harness.verdict import Outcome, Verdict
 
@@ -48,13 +49,13 @@ def run_pair(case: MoECase, entry: Entry, backend: Backend, subject: Subject) ->
     extras: dict[str, object] = {"recipe": how.name}
     with clock.stage("make"):
         checkpoint, batch = make_checkpoint(case), make_batch(case)
-    refusal = declared_refusal(case, entry, backend)
+    refusals = declared(case, entry, backend)
 
     def finish(verdict: Verdict) -> PairResult:
         return PairResult(verdict=verdict, timings=clock.seconds, extras=extras)
 
     def failed(error: SubjectError, outcome: Outcome) -> PairResult:
-        if refusal is not None and refusal.matches(error.detail):
+        if refusal := next((each for each in refusals if each.matches(error.detail)), None):
             return finish(Verdict(outcome=Outcome.UNSUPPORTED, claim=f"refused by design: {refusal.reason}", detail=error.detail))
         return finish(judge.raised(outcome, error.detail))
 
@@ -71,8 +72,8 @@ def run_pair(case: MoECase, entry: Entry, backend: Backend, subject: Subject) ->
     except RunFailed as error:
         return failed(error, Outcome.RUN_ERROR)
     extras |= {"experts_class": ran.experts_class, "gemm_dtypes": list(ran.gemm_dtypes)}
-    if refusal is not None:
-        return finish(judge.not_refused(refusal.reason))
+    if refusals:
+        return finish(judge.not_refused(refusals[0].reason))
     if ran.experts_class not in (wanted := experts_expected(case, entry, backend)):
         return finish(judge.wrong_class(ran.experts_class, wanted))
     with clock.stage("expect"):

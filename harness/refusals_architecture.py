@@ -7,10 +7,19 @@ Read in the ``_supports_current_device`` and ``_supports_quant_scheme`` methods 
 from __future__ import annotations
 
 from cases.case import Entry, MoECase
-from harness.architectures import Architecture
-from harness.backends import SPECS, Backend, experts_expected, runs_default
+from harness.architectures import Architecture, requested
+from harness.backends import SPECS, Backend, declared_refusal, experts_expected, runs_default
 from harness.refusals import Refusal, fp8, not_supported, quark_int8_static
 from references.vocabulary import Layout
+
+
+def declared(case: MoECase, entry: Entry, backend: Backend) -> tuple[Refusal, ...]:
+    """What vLLM is expected to refuse in this process: the table's word, and the architecture's where one was asked for."""
+    asked = requested()
+    if asked is not None and entry is Entry.LAYER:
+        return refusals(case, backend, asked)
+    refusal = declared_refusal(case, entry, backend)
+    return () if refusal is None else (refusal,)
 
 
 def refusals(case: MoECase, backend: Backend, architecture: Architecture) -> tuple[Refusal, ...]:

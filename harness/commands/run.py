@@ -26,14 +26,16 @@ def main(arguments: Namespace) -> int:
         subject=arguments.subject,
         records=arguments.records,
         expression=arguments.expression,
+        architecture=arguments.architecture,
     )
     ledger.load(ledger.LEDGER)
     workers, pairs = _workers(arguments.workers), len(asked.pairs())
-    check(asked.backend, asked.subject)
+    check(asked.machine, asked.subject)
     made(asked.records)
     options = [f"--backend={asked.backend}", f"--level={asked.level}", f"--subject={asked.subject}", f"--records={asked.records}"]
     options += [f"--case={case}" for case in asked.cases]
     options += [f"--entry={asked.entry}"] if asked.entry else []
+    options += [f"--architecture={asked.architecture}"] if asked.architecture else []
     options += ["-k", arguments.expression] if arguments.expression else []
     # One worker at least, replaced as often as it dies: a crash takes neither this process nor the pairs after it.
     several = ["-n", workers, f"--maxprocesses={pairs}", f"--max-worker-restart={pairs}", "--dist=worksteal"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cases.case import Entry, Level
-from harness.backends import Backend, UnknownBackend, has_entry
+from harness import architectures
+from harness.backends import SPECS, Backend, UnknownBackend, has_entry
 from harness.exits import Misuse
 from harness.gpus import default_backend, visible_gpus
 from harness.pairs import Pair, Related, parse_entry, parse_expression, parse_level, relate, select
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
     import pytest
 
 OUT = Path("reports/out")
+ARCHITECTURE_HELP = (
+    f"answer as this GPU on a CPU: {', '.join(architectures.ARCHITECTURES)}; the interpreter lane runs, every other is chosen and loaded"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +36,23 @@ class Options:
     entry: Entry | None
     subject: str  # "vllm", "fake" or "fake:FAULT"
     records: Path
+    architecture: str = ""  # the GPU that the CPU answers as; empty: none was asked for
     whole: bool  # nothing but the level was asked for: then entries of the ledger that match no pair are told
+
+    @property
+    def machine(self) -> Backend:
+        """The lane whose machine the run needs: without a GPU, where the CPU answers as one."""
+        return Backend.INTERPRETER if self.architecture else self.backend
+
+    @property
+    def loads_only(self) -> bool:
+        """Whether kernels that need a GPU are chosen and loaded for one that is not here."""
+        return self.machine is not self.backend and SPECS[self.backend].needs_gpu
 
     def pairs(self) -> tuple[Pair, ...]:
         """In the generator's order, through the entries the backend has, where the subject's fault applies. Raises Misuse."""
         chosen = select(self.level, self.cases, self.entry)
-        pairs = tuple(pair for pair in chosen if has_entry(pair.entry, self.backend))
+        pairs = tuple(pair for pair in chosen if has_entry(pair.entry, self.backend) and (pair.entry is Entry.LAYER or not self.loads_only))
         if not pairs:
             raise Misuse(f"backend '{self.backend}' has no entry '{chosen[0].entry}'; leave --entry out, or use --backend triton")
         shown = tuple(pair for pair in pairs if self._why_left_out(pair) is None)
@@ -46,7 +62,7 @@ class Options:
 
     def related(self) -> tuple[Related, ...]:
         """The exact relations, after the pairs. Raises Misuse."""
-        related = relate(self.level, self.cases, self.entry, self.backend)
+        related = () if self.loads_only else relate(self.level, self.cases, self.entry, self.backend)
         return tuple(each for each in related if self._why_left_out(each.pair) is None)
 
     def left_out(self) -> int:
@@ -69,12 +85,14 @@ class Options:
         records: str,
         expression: str,
         selected: bool = False,
+        architecture: str | None = None,
     ) -> Options:
         """From what was typed; ``selected``: fewer tests were asked for in another way. Raises Misuse with a sentence for what is wrong."""
         named = tuple(cases)
         narrowed = bool(named or entry or selected) | bool(parse_expression(expression))
         found = cls(
-            backend=parse_backend(backend),
+            backend=Backend.INTERPRETER if architecture and not backend else parse_backend(backend),
+            architecture=architectures.parse(architecture).name if architecture else "",
             level=parse_level(level),
             cases=named,
             entry=None if entry is None else parse_entry(entry),
@@ -99,6 +117,7 @@ class Options:
             entry=config.getoption("entry"),
             subject=config.getoption("subject"),
             records=config.getoption("records"),
+            architecture=config.getoption("architecture"),
             expression=config.getoption("keyword"),
             selected=any("::" in argument for argument in config.args) or any(map(config.getoption, ("markexpr", "deselect"))),
         )
@@ -127,6 +146,7 @@ def add_to(parser: pytest.Parser) -> None:
     """The options of the pairs, for pytest."""
     group = parser.getgroup("moediff", "the (case, entry) pairs of harness/suite")
     group.addoption("--backend", default=None, help="lane to run on; default: the one this machine can run")
+    group.addoption("--architecture", default=os.environ.get(architectures.VARIABLE), help=ARCHITECTURE_HELP)
     group.addoption("--level", default=Level.SMOKE.value, help=f"{', '.join(Level)}; default: smoke")
     group.addoption("--case", action="append", default=[], metavar="ID", help="this case instead of a level; may be repeated")
     group.addoption("--entry", default=None, help=f"only through this entry: {', '.join(Entry)}")

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from harness import device_checks, ledger, loading
+from harness.architectures import VARIABLE
 from harness.backends import SPECS
 from harness.exits import Exit, Misuse
 from harness.gpus import cores, gpu_gib, visible_gpus, worker_count, worker_environment
@@ -52,7 +53,9 @@ def prepare_process(options: Options) -> None:
     """Set what torch, triton and vLLM read while they are imported."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     os.environ.update(worker_environment(options.backend, worker_id(), visible_gpus(), workers))
-    if not SPECS[options.backend].needs_gpu and options.subject == "vllm":
+    if options.architecture:
+        os.environ[VARIABLE] = options.architecture
+    if not SPECS[options.machine].needs_gpu and options.subject == "vllm":
         from harness.subject.interpreter.activate import prepare_environment
 
         prepare_environment()
@@ -67,14 +70,16 @@ def pytest_report_header(config: pytest.Config) -> str:
     """The lane, and why where it was not asked for."""
     backend, asked = config.stash[OPTIONS].backend, config.getoption("backend")
     seen = f"{len(visible_gpus())} GPUs are visible" if visible_gpus() else "no GPU is visible"
-    return f"moediff: backend {backend}" + (f", because {seen} and no --backend was given" if asked is None else "")
+    architecture = config.stash[OPTIONS].architecture
+    lane = f"{backend}, answering as {architecture}" if architecture else backend
+    return f"moediff: backend {lane}" + (f", because {seen} and no --backend was given" if asked is None else "")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """``-n auto``: GPUs x slots on a CUDA lane, cores elsewhere."""
     try:
-        backend = Options.of(config).backend
+        backend = Options.of(config).machine
     except Misuse:
         return 1  # too early to end with a sentence; pytest_configure does
     return worker_count(backend, visible_gpus(), cores(), gpu_gib())
@@ -88,17 +93,18 @@ def pytest_configure_node(node: Any) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test per pair, per question about its loading, per exact relation of each lattice pair, and per check of the device."""
+    options = metafunc.config.stash[OPTIONS]
     if "pair" in metafunc.fixturenames:
-        pairs = metafunc.config.stash[OPTIONS].pairs()
+        pairs = options.pairs()
         metafunc.parametrize("pair", pairs, ids=[pair.id for pair in pairs])
     if "loading" in metafunc.fixturenames:
-        asked = loading.chosen(metafunc.config.stash[OPTIONS])
+        asked = () if options.loads_only else loading.chosen(options)
         metafunc.parametrize("loading", asked, ids=[each.id for each in asked])
     if "checked" in metafunc.fixturenames:
-        checked = device_checks.checks(metafunc.config.stash[OPTIONS])
+        checked = () if options.loads_only else device_checks.checks(options)
         metafunc.parametrize("checked", checked, ids=[each.id for each in checked])
     if "related" in metafunc.fixturenames:
-        related = metafunc.config.stash[OPTIONS].related()
+        related = options.related()
         metafunc.parametrize("related", related, ids=[each.id for each in related])
 
 
@@ -116,7 +122,7 @@ def worker(pytestconfig: pytest.Config) -> Iterator[Worker]:
     opened: Worker | None = None
     try:
         require("rich", "jinja2")  # for the end of the run, which should not be the place to find out
-        check(options.backend, options.subject)
+        check(options.machine, options.subject)
         opened = Worker(options, made(pytestconfig.stash[DIRECTORY]), worker_id(), functools.partial(lose_device, pytestconfig))
         opened.open()
     except (SubjectUnavailable, Misuse) as error:

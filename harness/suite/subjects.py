@@ -45,8 +45,8 @@ def _fault(name: str) -> Fault:
     return Fault[name]
 
 
-def open_subject(spec: str, backend: Backend) -> Subject:
-    """``vllm``, or ``fake[:FAULT]``. Imports vLLM, or nothing of it.
+def open_subject(spec: str, backend: Backend, *, on_cpu: bool = False) -> Subject:
+    """``on_cpu``: on the interpreter platform, whatever the backend. ``vllm``, or ``fake[:FAULT]``. Imports vLLM, or nothing of it.
 
     Raises:
         SubjectUnavailable: vLLM is missing, not recognised, or cannot be driven in this process.
@@ -57,7 +57,8 @@ def open_subject(spec: str, backend: Backend) -> Subject:
         from harness.subject.vllm_layer import VllmSubject
 
         lane = SPECS[backend]
-        return VllmSubject(lane.moe_backend, device="cuda" if lane.needs_gpu else "cpu", interpreter=not lane.needs_gpu)
+        gpu = lane.needs_gpu and not on_cpu
+        return VllmSubject(lane.moe_backend, device="cuda" if gpu else "cpu", interpreter=not gpu)
     from harness.subject.fake import RefusingFake
 
     return RefusingFake(_fault(name) if colon else None, backend)

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 from cases.bad_checkpoints import Bad
 from cases.case import Entry
 from harness import device_loss, ledger
+from harness.architectures import ARCHITECTURES
 from harness.device_checks import DeviceCheck
 from harness.environment import environment, version
 from harness.ledger import Judged, Ledger, Standing
+from harness.load_ledger import LOAD, judge_loading
 from harness.loading import Question
 from harness.pairs import repeat
 from harness.relations import Relation
@@ -84,13 +86,14 @@ class Worker:
         from harness.exact import Drive
 
         began = time.perf_counter()
-        subject = subjects.open_subject(self._options.subject, self._options.backend)
+        subject = subjects.open_subject(self._options.subject, self._options.backend, on_cpu=bool(self._options.architecture))
         self._recorder.opened(subject.name, time.perf_counter() - began)
         self._device = subject if isinstance(subject, OnDevice) else None
         self._modes = subject if isinstance(subject, HasModes) else None
         self._subject, self._loader = Staged(subject, self._recorder), subject
         self._drive = Drive(self._subject)
-        self._environment = {**environment(), "subject": subject.name}
+        answers_as = {"architecture": self._options.architecture} if self._options.architecture else {}
+        self._environment = {**environment(), "subject": subject.name, **answers_as}
 
     def run(self, pair: Pair, relation: Relation | Question | Bad | DeviceCheck | None = None) -> Record:
         """The record of the pair, or of one relation, question about loading or device check asked of it, written before it is returned."""
@@ -102,7 +105,7 @@ class Worker:
             fields=asdict(pair.case),
             environment=self._environment,
             worker=self._name,
-            relation="" if relation is None else relation.value,
+            relation=(LOAD if options.loads_only else "") if relation is None else relation.value,
             kind="pair" if relation is None else _KINDS[type(relation)],
         )
         self._recorder.started(start)
@@ -152,6 +155,10 @@ class Worker:
             assert isinstance(self._loader, Loads)
             self._recorder.stage("load")
             return ask(relation, pair, self._options.backend, self._loader)
+        if self._options.loads_only:
+            from harness.load_only import load_pair
+
+            return load_pair(pair.case, self._options.backend, ARCHITECTURES[self._options.architecture], self._subject)
         if relation is None:
             from harness.pipeline import run_pair
 
@@ -174,6 +181,8 @@ class Worker:
         What an entry says of a case may break its other relations too, and need not; of loading it says nothing.
         """
         case, entry, backend, here = pair.case.id, pair.entry, self._options.backend, version("vllm") or ""
+        if self._options.loads_only:
+            return judge_loading(self._ledger, verdict, pair.case, backend)
         if relation is None or relation is Relation.REFERENCE:
             return self._ledger.judge(verdict, case, entry, backend, here)
         if verdict.outcome is Outcome.UNAVAILABLE:  # a device check for which this GPU is too small
@@ -194,7 +203,9 @@ def news(start: Start, pair: Pair, options: Options, verdict: Verdict, judged: J
     from harness.message import message
 
     again = repeat(pair, options.backend, options.subject)
-    if start.relation:
+    if options.architecture:
+        again += f" --architecture {options.architecture}"
+    if start.relation and not options.loads_only:
         again += f' -k "{start.relation}"'
     text = message(verdict, pair=start.pair, backend=options.backend, environment=start.environment, again=again)
     return f"{judged.sentence}\n{text}"

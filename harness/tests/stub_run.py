@@ -98,6 +98,6 @@ def pytest_configure() -> None:
     sys.modules["harness.exact"] = exact
     Options.related = lambda self: ()  # type: ignore[method-assign]
     loading.chosen = lambda options: ()
-    subjects.open_subject = open_stub
+    subjects.open_subject = lambda spec, backend, *, on_cpu=False: open_stub(spec, backend)
     if file := os.environ.get("STUB_LEDGER"):
         ledger.LEDGER = Path(file)

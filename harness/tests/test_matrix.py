@@ -7,13 +7,17 @@ from cases.case import Entry, Level, MoECase
 from cases.checkpoint import Checkpoint
 from cases.generate import pairs
 from harness import matrix, refusals_architecture
-from harness.architectures import ARCHITECTURES
+from harness.architectures import ARCHITECTURES, VARIABLE
 from harness.backends import Backend
 from harness.commands.matrix import architectures
 from harness.exits import Misuse
+from harness.installed import compute_capability, ue8m0_scales
 from harness.ledger import Ledger, Standing
+from harness.load_ledger import judge_loading
 from harness.load_only import load_pair
+from harness.recipes import recipe
 from harness.subject import Loaded, LoadFailed, Ran
+from harness.suite.options import Options
 from harness.verdict import Outcome, Verdict
 
 SM90, SM100, SM80 = ARCHITECTURES["sm90"], ARCHITECTURES["sm100"], ARCHITECTURES["sm80"]
@@ -109,10 +113,10 @@ def test_the_ledger_speaks_of_loading_where_its_entry_does() -> None:
     known: Ledger = ledger.load(ledger.LEDGER)
     raised = verdict(QUARK, Backend.HUMMING, LoadFailed("AssertionError: "))
     loads = verdict(QUARK, Backend.HUMMING, "HummingIndexedExperts")
-    assert matrix.judge(known, raised, QUARK, Backend.HUMMING).standing is Standing.KNOWN
-    assert matrix.judge(known, loads, QUARK, Backend.HUMMING).standing is Standing.STOPPED_FAILING
+    assert judge_loading(known, raised, QUARK, Backend.HUMMING).standing is Standing.KNOWN
+    assert judge_loading(known, loads, QUARK, Backend.HUMMING).standing is Standing.STOPPED_FAILING
     forward = MoECase.from_id(f"int8-channel-static-quark-silu-bf16-{SIZES}")
-    assert matrix.judge(known, loads, forward, Backend.TRITON).standing is Standing.CLEAN
+    assert judge_loading(known, loads, forward, Backend.TRITON).standing is Standing.CLEAN
 
 
 def test_architectures_are_named_or_all() -> None:
@@ -120,3 +124,36 @@ def test_architectures_are_named_or_all() -> None:
     assert architectures(["all"]) == tuple(ARCHITECTURES.values())
     with pytest.raises(Misuse, match="sm80, sm89"):
         architectures(["hopper"])
+
+
+def asked(architecture: str | None, backend: str | None = None, *cases: str) -> Options:
+    return Options.parse(
+        backend=backend, level="smoke", cases=cases, entry=None, subject="vllm", records="nowhere", expression="", architecture=architecture
+    )
+
+
+def test_an_architecture_that_was_asked_for() -> None:
+    lane, loads = asked("sm100"), asked("sm100", "marlin")
+    assert (lane.backend, lane.machine, lane.loads_only) == (Backend.INTERPRETER, Backend.INTERPRETER, False)
+    assert (loads.backend, loads.machine, loads.loads_only) == (Backend.MARLIN, Backend.INTERPRETER, True)
+    assert {pair.entry for pair in loads.pairs()} == {Entry.LAYER}
+    assert loads.related() == ()
+    unasked = asked(None, "marlin")
+    assert (unasked.machine, unasked.loads_only) == (Backend.MARLIN, False)
+    with pytest.raises(Misuse, match="unknown architecture 'sm70'; the interpreter platform answers as sm80"):
+        asked("sm70")
+
+
+def test_this_process_answers_as_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "sm80")
+    assert compute_capability() == 80
+    (refusal,) = refusals_architecture.declared(CHANNEL, Entry.LAYER, Backend.INTERPRETER)
+    assert "sm89" in refusal.reason
+    assert refusals_architecture.declared(CHANNEL, Entry.FUSED_EXPERTS, Backend.INTERPRETER) == ()
+    monkeypatch.setenv(VARIABLE, "sm100")
+    assert compute_capability() == 100
+    assert refusals_architecture.declared(CHANNEL, Entry.LAYER, Backend.INTERPRETER) == ()
+    assert ("ue8m0" in recipe(BLOCK, Entry.LAYER, Backend.INTERPRETER).name) == ue8m0_scales()
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setenv("MOEDIFF_LANE", "interpreter")
+    assert compute_capability() == 0

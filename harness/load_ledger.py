@@ -1,0 +1,26 @@
+"""What the ledger says about a layer that was loaded for a GPU that is not here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cases.case import Entry
+from harness.environment import version
+from harness.ledger import Judged, Standing
+from harness.verdict import Outcome
+
+if TYPE_CHECKING:
+    from cases.case import MoECase
+    from harness.backends import Backend
+    from harness.ledger import Ledger
+    from harness.verdict import Verdict
+
+LOAD = "load"  # relation of the records: loaded, and nothing ran
+
+
+def judge_loading(known: Ledger, verdict: Verdict, case: MoECase, backend: Backend) -> Judged:
+    """An entry about the forward says nothing of a layer that loads; one about loading is strict."""
+    judged = known.judge(verdict, case.id, Entry.LAYER, backend, version("vllm") or "")
+    if judged.standing is Standing.STOPPED_FAILING and judged.issue is not None and judged.issue.outcome is not Outcome.LOAD_ERROR:
+        return Judged(standing=Standing.CLEAN)
+    return judged
