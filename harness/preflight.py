@@ -29,7 +29,7 @@ def why_not(backend: Backend) -> Misuse | None:
         missing = f"backend '{backend}' needs an NVIDIA GPU and none is visible: use --backend {Backend.INTERPRETER} on this machine"
         return (_wrong_architecture(backend) or _missing_module(backend)) if visible_gpus() else Unavailable(missing)
     try:
-        libcuda.compiler()
+        libcuda.require()
     except SubjectUnavailable as error:
         return Unavailable(str(error))
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -19,8 +20,22 @@ from harness.environment import child_environ
 from harness.exits import Exit, Misuse, Unavailable
 from harness.gpus import default_backend, visible_gpus
 from harness.pairs import relate, select
+from harness.subject.interpreter import libcuda
 
 FIRST = select(Level.SMOKE)[0]
+ROOT = Path(__file__).parent.parent.parent
+BLOCKED = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "{module}":
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Blocked())
+import importlib.util
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name == "{module}" else found(name, package)
+{run}
+"""
 
 
 def test_list_prints_the_pairs_of_a_level_in_order(capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,13 +171,41 @@ def test_without_a_gpu_a_gpu_backend_is_unavailable_and_not_misuse(
     assert "use --backend interpreter" in capsys.readouterr().err
 
 
-def test_without_a_compiler_the_interpreter_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kept", [False, True])
+def test_without_a_compiler_the_interpreter_is_unavailable_unless_the_stub_was_built_before(
+    kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "vllm" else None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
+    if kept:
+        stub = libcuda.path_of(libcuda.FUNCTIONS, libcuda.cache_directory())
+        stub.parent.mkdir()
+        stub.touch()
     reason = preflight.why_not(Backend.INTERPRETER)
-    assert isinstance(reason, Unavailable)
-    assert "ziglang" in str(reason)
+    assert isinstance(reason, Unavailable) is not kept
+    assert reason is None or "ziglang" in str(reason)
+
+
+def test_without_a_compiler_moediff_run_and_pytest_say_the_same(tmp_path: Path) -> None:
+    options = [f"--records={tmp_path / 'out'}", "--backend=interpreter", "-n0"]
+    environ = {**outside(), "XDG_CACHE_HOME": str(tmp_path), "PATH": ""}
+    environ.pop("CC", None)
+    commands = [["harness.cli", "run", FIRST.case.id], ["pytest", "-p", "no:cacheprovider", f"--case={FIRST.case.id}", "harness/suite"]]
+    ended = [
+        subprocess.run(
+            [sys.executable, "-c", BLOCKED.format(module="ziglang", run=f"import runpy; sys.argv = {[*command, *options]}; "
+             f"runpy.run_module({command[0]!r}, run_name='__main__', alter_sys=True)")],
+            capture_output=True, text=True, check=False, env=environ, cwd=ROOT,
+        )
+        for command in commands
+    ]  # fmt: skip
+    wanted = Exit.UNAVAILABLE if importlib.util.find_spec("vllm") else Exit.MISUSE
+    assert [done.returncode for done in ended] == [wanted, wanted]
+    assert ended[0].stderr == ended[1].stderr
+    assert ended[0].stderr.startswith("moediff: ")
+    assert ended[0].stderr.count("\n") == 1
 
 
 def test_a_fake_subject_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,25 +253,10 @@ def test_a_planted_fault_is_found_named_and_repeatable_without_vllm(tmp_path: Pa
     assert f"again    moediff run {case} --entry fused_experts --backend interpreter --subject fake:W2_SCALE" in faulty.stdout
 
 
-BLOCKED = """
-import sys
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "{module}":
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-sys.meta_path.insert(0, Blocked())
-import importlib.util
-found = importlib.util.find_spec
-importlib.util.find_spec = lambda name, package=None: None if name == "{module}" else found(name, package)
-from harness.cli import main
-sys.exit(main({arguments}))
-"""
-
-
 @pytest.mark.parametrize("module", ["rich", "jinja2", "pytest", "xdist", "pytest_timeout", "packaging"])
 def test_without_a_module_that_the_harness_needs_a_run_says_so_before_it_begins(module: str, tmp_path: Path) -> None:
     arguments = ["run", "--subject=fake", f"--records={tmp_path / 'out'}", FIRST.case.id]
-    program = BLOCKED.format(module=module, arguments=arguments)
+    program = BLOCKED.format(module=module, run=f"from harness.cli import main; sys.exit(main({arguments}))")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=outside())
     sentence = f"the Python module '{module}' is not installed in this environment; `pip install -e .` installs what moediff needs"
     assert (done.returncode, done.stdout, done.stderr) == (Exit.MISUSE, "", f"moediff: {sentence}\n")

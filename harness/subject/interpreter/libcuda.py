@@ -18,6 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from harness.exits import Exit
 from harness.subject import SubjectUnavailable
 
 SONAME = "libcuda.so.1"
@@ -26,18 +27,24 @@ FUNCTIONS = ("cuInit", "cuDriverGetVersion", "cuGetProcAddress_v2", "cuPointerGe
 _UNDEFINED = re.compile(r"undefined symbol: (cu[A-Z]\w*)")
 
 
+class NoCompiler(SubjectUnavailable):
+    """This machine lacks what the lane needs."""
+
+    exit = Exit.UNAVAILABLE
+
+
 def compiler() -> list[str]:
     """The command of a C compiler.
 
     Raises:
-        SubjectUnavailable: there is none; the sentence names both ways out.
+        NoCompiler: there is none; the sentence names both ways out.
     """
     for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
         if name and shutil.which(name):
             return [name]
     if importlib.util.find_spec("ziglang") is not None:
         return [sys.executable, "-m", "ziglang", "cc"]
-    raise SubjectUnavailable(
+    raise NoCompiler(
         "the interpreter lane needs a C compiler once, to build a stub of libcuda: install cc (gcc or clang), "
         "or the ziglang package from the package registry (pip install ziglang)"
     )
@@ -54,13 +61,23 @@ def cache_directory() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "moediff"
 
 
+def path_of(functions: tuple[str, ...], directory: Path) -> Path:
+    """Where the stub with these functions is kept."""
+    return directory / f"libcuda-{hashlib.sha256(source(functions).encode()).hexdigest()[:16]}.so"
+
+
+def require() -> None:
+    """Raises NoCompiler when the stub is not there and cannot be built."""
+    if not path_of(FUNCTIONS, cache_directory()).exists():
+        compiler()
+
+
 def build(functions: tuple[str, ...], directory: Path) -> Path:
     """The shared object for ``functions`` in ``directory``, compiled unless an identical one is there.
 
     Safe when several processes build at once: each compiles under a name of its own, the last rename wins, all are equal.
     """
-    text = source(functions)
-    path = directory / f"libcuda-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
+    text, path = source(functions), path_of(functions, directory)
     if path.exists():
         return path
     command = compiler()
