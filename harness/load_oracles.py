@@ -11,7 +11,7 @@ import torch
 
 from cases.case import MoECase
 from harness.compare import show
-from harness.load_places import Place, places, region, rounded_up, shared
+from harness.load_places import Place, held, passed_over, places, region, rounded_up, shared
 
 if TYPE_CHECKING:
     from harness.subject.loading import Loading
@@ -60,9 +60,11 @@ class Finding:
         return f"{self.oracle}:{self.what}"
 
 
-def consumed(checkpoint: Mapping[str, torch.Tensor], seen: Loading) -> Iterator[Finding]:
+def consumed(case: MoECase, checkpoint: Mapping[str, torch.Tensor], seen: Loading) -> Iterator[Finding]:
     """Every checkpoint tensor went into the parameter of its name."""
     for place in places(checkpoint):
+        if passed_over(case, place.kind):
+            continue
         names = {name.rpartition(".")[2] for name in seen.consumed.get(place.tensor, ())}
         if names != {place.parameter}:
             into = f"went into {', '.join(sorted(names))}, not {place.parameter}" if names else "went into no parameter"
@@ -71,6 +73,7 @@ def consumed(checkpoint: Mapping[str, torch.Tensor], seen: Loading) -> Iterator[
 
 def decoded(case: MoECase, checkpoint: Mapping[str, torch.Tensor], seen: Loading) -> Iterator[Finding]:
     """Before conversion each parameter holds the checkpoint's values, where they belong, and nothing besides."""
+    checkpoint = held(case, checkpoint)
     mine = places(checkpoint)
     for place in mine:
         parameter, tensor = seen.before.get(place.parameter), checkpoint[place.tensor]
@@ -84,7 +87,7 @@ def decoded(case: MoECase, checkpoint: Mapping[str, torch.Tensor], seen: Loading
             continue
         if shared(parameter, place):
             both = [checkpoint[other.tensor] for other in mine if (other.parameter, other.expert) == (place.parameter, place.expert)]
-            tensor = torch.stack([each.reshape(()) for each in both]).max().reshape(tensor.shape)  # none of both inputs saturates
+            tensor = torch.stack([each.reshape(tensor.shape) for each in both]).amax(0)  # by which neither half's inputs saturate
         if (wrong := differing(tensor, there)) is not None:
             yield Finding(oracle=Oracle.NOT_DECODED, what=place.kind, text=_wrong(place, tensor, there, wrong, checkpoint))
     yield from _sizes(case, checkpoint, mine, seen)
@@ -109,11 +112,17 @@ def _sizes(case: MoECase, checkpoint: Mapping[str, torch.Tensor], mine: tuple[Pl
 def differing(expected: torch.Tensor, actual: torch.Tensor) -> torch.Tensor | None:
     """[...] bool where ``actual`` does not hold ``expected``: bit for bit in one dtype, by value in two. None: nowhere."""
     if expected.dtype == actual.dtype:
-        left, right = (each.contiguous().reshape(-1, 1).view(torch.uint8).reshape(*each.shape, -1) for each in (expected, actual))
+        left, right = (_bytes(each) for each in (expected, actual))
         wrong = (left != right).any(-1)
     else:
         wrong = _double(expected) != _double(actual)
     return wrong if bool(wrong.any()) else None
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """[..., size of an element] uint8."""
+    flat = tensor.clone(memory_format=torch.contiguous_format).flatten()
+    return flat.view(torch.uint8).reshape(*tensor.shape, tensor.element_size())
 
 
 def _double(tensor: torch.Tensor) -> torch.Tensor:

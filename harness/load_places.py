@@ -3,6 +3,9 @@
 vLLM's convention (0.33.0, ``fused_moe/routed_experts.py``): ``{e}.gate_proj.<kind>`` and ``{e}.up_proj.<kind>`` go into ``w13_<kind>[e]``,
 gate rows first and up rows after, ``{e}.down_proj.<kind>`` into ``w2_<kind>[e]``. Scalars of gate and up have a slot each, [E, 2], or
 share one, [E]. Sizes that vLLM rounds up leave padding after each half's rows and after the columns.
+
+GPTQ and AWQ files are repacked as they are loaded where Triton reads them (``quantization/moe_wna16.py``): codes [N, K] as uint8, two to a
+byte along K when they have four bits, zero points likewise along N, scales [N, G].
 """
 
 from __future__ import annotations
@@ -14,9 +17,15 @@ from dataclasses import dataclass
 import torch
 
 from cases.case import MoECase, Origin
-from references.vocabulary import Layout
+from references.checkpoint_packed import BITS
+from references.packing import AWQ_ORDER, pack_nibbles, unpack_words
+from references.vocabulary import CheckpointFormat, Layout
 
 _NAME = re.compile(r"(?P<expert>\d+)\.(?P<projection>gate_proj|up_proj|down_proj)\.(?P<kind>.+)")
+
+
+_REPACKED = (CheckpointFormat.GPTQ, CheckpointFormat.AWQ)
+_SHARED = ("weight_shape",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +67,36 @@ def places(names: Mapping[str, object]) -> tuple[Place, ...]:
     return tuple(found)
 
 
+def passed_over(case: MoECase, kind: str) -> bool:
+    """Kinds that no layer is meant to take: the group of each column, which is in order, and zero points of symmetric codes."""
+    return case.checkpoint in _REPACKED and (kind == "g_idx" or (kind == "qzeros" and not case.weight.has_zero_point))
+
+
+def held(case: MoECase, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the layer's parameters hold of each checkpoint tensor, before conversion, under the checkpoint's names."""
+    taken = {name: tensor for name, tensor in tensors.items() if not passed_over(case, name.rpartition(".")[2])}
+    if case.checkpoint not in _REPACKED:
+        return taken
+    return {name: _repacked(case, name.rpartition(".")[2], tensor) for name, tensor in taken.items()}
+
+
+def _repacked(case: MoECase, kind: str, tensor: torch.Tensor) -> torch.Tensor:
+    bits = BITS[case.weight]
+    awq = case.checkpoint is CheckpointFormat.AWQ
+    order = AWQ_ORDER if awq else None
+    match kind:
+        case "qweight":
+            codes = unpack_words(tensor, bits, 1 if awq else 0, order).T
+            return pack_nibbles(codes) if bits == 4 else codes
+        case "qzeros":
+            points = unpack_words(tensor, bits, 1, order).T + (0 if awq else 1)
+            return pack_nibbles(points.T).T if bits == 4 else points
+        case "scales":
+            return tensor.T
+        case _:
+            return tensor
+
+
 def rounded_up(case: MoECase) -> bool:
     """Whether the method may hold padding: online blocks are made of whole ones (quantization/online/fp8.py, maybe_roundup_sizes)."""
     return case.origin is Origin.ONLINE and case.weight_scale is Layout.BLOCK128
@@ -73,6 +112,8 @@ def region(parameter: torch.Tensor, place: Place, tensor: torch.Tensor) -> torch
     if parameter.dim() < 1 or place.expert >= parameter.shape[0]:
         raise misfit
     cell = parameter[place.expert]
+    if place.kind in _SHARED and cell.shape == tensor.shape:
+        return cell
     if tensor.numel() == 1 and cell.numel() in (1, place.parts):
         return cell.reshape(-1)[place.part if cell.numel() == place.parts else 0].reshape(tensor.shape)
     while cell.dim() > tensor.dim() and cell.shape[-1] == 1:
@@ -91,4 +132,4 @@ def region(parameter: torch.Tensor, place: Place, tensor: torch.Tensor) -> torch
 
 def shared(parameter: torch.Tensor, place: Place) -> bool:
     """Whether gate and up have one slot between them."""
-    return place.parts == 2 and parameter.dim() >= 1 and parameter[0].numel() == 1
+    return place.parts == 2 and parameter.dim() >= 1 and (parameter[0].numel() == 1 or place.kind in _SHARED)

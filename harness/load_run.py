@@ -76,7 +76,7 @@ def _loaded(
 ) -> Iterable[Finding]:
     first, second = (subject.watch_loading(case, checkpoint, sentinel=sentinel) for sentinel in SENTINELS)
     extras |= {"quant_method": first.quant_method, "converters": [handed.converter for handed in first.handed]}
-    yield from load_oracles.consumed(checkpoint.tensors, first)
+    yield from load_oracles.consumed(case, checkpoint.tensors, first)
     yield from load_oracles.decoded(case, checkpoint.tensors, first)
     yield from load_oracles.sentinels(first, second)
     if load_views.speaks_of(case):

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from cases.case import MoECase
+from cases.packed import weight_only_words
 from harness.backends import Backend
 from harness.load_oracles import Finding, Oracle
 from references.formats import decode, torch_dtype
 from references.loading import LoadedExpert, Matrix
-from references.vocabulary import Layout
+from references.vocabulary import Format, Layout
 
 if TYPE_CHECKING:
     from harness.subject.loading import Handed, Loading
@@ -20,12 +21,13 @@ if TYPE_CHECKING:
 _WEIGHT = ("{}_weight", "{}")
 _SCALE = ("{}_weight_scale_inv", "{}_weight_scale", "{}_scale")
 _LAYOUTS = (Layout.NONE, Layout.TENSOR, Layout.CHANNEL, Layout.BLOCK128)
+_WHOLE = (Format.FP32, Format.BF16, Format.FP16, Format.INT8, Format.E4M3FN)  # a code to an element
 KEEPS_LAYOUT = (Backend.INTERPRETER, Backend.TRITON)  # lanes whose kernels read the weights as they are quantized
 
 
 def speaks_of(case: MoECase) -> bool:
-    """Whether the scales' layout is one that is read here."""
-    return case.weight_scale in _LAYOUTS
+    """Whether codes and scales are laid out in a way that is read here."""
+    return case.weight_scale in _LAYOUTS and case.weight in _WHOLE and not weight_only_words(case)
 
 
 def converted(case: MoECase, experts: tuple[LoadedExpert, ...], seen: Loading, backend: Backend) -> Iterator[Finding]:

@@ -76,14 +76,14 @@ def applies(question: Question, case: MoECase) -> bool:
     A model's configuration refuses fp32 hidden states of quantized models before any layer is built (config/vllm.py). Stacked, vLLM reads
     weights and scales of three dimensions and no biases (fused_moe/routed_experts.py, load_weights).
     """
-    if weight_only_words(case):  # vLLM's loaders turn and repack them: the oracles do not know these layouts yet
-        return False
     if question is Question.LOADED:
         return True
     if case.quantized and case.dtype is Format.FP32:
         return False
     if question is Question.DIRECTORY:
         return True
+    if weight_only_words(case):
+        return False
     columns = case.weight_scale is Layout.CHANNEL and case.checkpoint is CheckpointFormat.COMPRESSED_TENSORS
     three = case.origin is not Origin.PREQUANTIZED or columns or case.weight_scale is Layout.BLOCK128
     return three and not case.bias

@@ -42,6 +42,7 @@ def _register() -> None:
 
         def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
             super().__init__()
+            self.quant_config = vllm_config.quant_config  # whose mapper of names the loader applies
             sizes = vllm_config.model_config.hf_config
             self.model = _Block()
             self.model.layers = torch.nn.ModuleList([_Block()])
@@ -103,25 +104,25 @@ def read(
     device: str,
     depth: Depth,
     sentinel: int | None,
-    online: str | None,
+    asked: str | None,
     stage: Any,
     damage: Callable[[Path], None] | None = None,
 ) -> Read:
-    """One loading from a directory. online: what ``--quantization`` says, or None. Whatever vLLM raises propagates."""
+    """One loading from a directory. asked: what ``--quantization`` says, or None. Whatever vLLM raises propagates."""
     _register()
     with tempfile.TemporaryDirectory() as folder:
         write_directory(Path(folder), case, checkpoint, model_config(case), depth)
         if damage is not None:
             damage(Path(folder))
-        return _read(folder, TORCH[case.dtype], backend, device, sentinel, online, stage)
+        return _read(folder, TORCH[case.dtype], backend, device, sentinel, asked, stage)
 
 
-def _read(folder: str, dtype: torch.dtype, backend: str, device: str, sentinel: int | None, online: str | None, stage: Any) -> Read:
+def _read(folder: str, dtype: torch.dtype, backend: str, device: str, sentinel: int | None, asked: str | None, stage: Any) -> Read:
     surface = vllm_compat.probe_surface()
     config = surface["VllmConfig"](
         kernel_config=surface["KernelConfig"](moe_backend=backend),
         load_config=surface["LoadConfig"](use_tqdm_on_load=False),
-        model_config=surface["ModelConfig"](model=folder, skip_tokenizer_init=True, dtype=dtype, max_model_len=512, quantization=online),
+        model_config=surface["ModelConfig"](model=folder, skip_tokenizer_init=True, dtype=dtype, max_model_len=512, quantization=asked),
     )
     seen: list[Watched] = []
     with contextlib.ExitStack() as stack:

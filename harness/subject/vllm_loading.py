@@ -53,10 +53,10 @@ def watch(
     device: str,
     depth: Depth,
     sentinel: int | None,
-    online: str | None,
+    asked: str | None,
 ) -> Loading:
     """One loading, watched; see harness/subject/loading.py. ``quantization`` makes vLLM's quantization config at layer
-    depth; ``online`` is what ``--quantization`` says at the others, where the checkpoint is not quantized.
+    depth; ``asked`` is what ``--quantization`` says at the others.
 
     Raises:
         LoadFailed: vLLM raised.
@@ -67,13 +67,15 @@ def watch(
         from harness.subject import checkpoint_depth
 
         with poisoned(sentinel), loading() as stage:
-            where = {"backend": backend, "device": device, "depth": depth, "online": online}
+            where = {"backend": backend, "device": device, "depth": depth, "asked": asked}
             made = checkpoint_depth.read(case, checkpoint, sentinel=sentinel, stage=stage, **where)
             return made.seen.loading(vllm_compat.experts_of(made.layer))
     sizes = {"experts": case.experts, "top_k": case.top_k, "hidden": case.hidden, "intermediate": case.intermediate}
     config = vllm_compat.vllm_config(backend, TORCH[case.dtype], **sizes)
     with poisoned(sentinel), loading() as stage, vllm_compat.current_config(config), torch.device(device):
         vllm_compat.prepare_process(device)
+        torch.set_default_dtype(TORCH[case.dtype])  # as the model loader does
+        config_of_weights = quantization(case, checkpoint)
         layer = vllm_compat.make_layer(
             **sizes,
             dtype=TORCH[case.dtype],
@@ -81,25 +83,25 @@ def watch(
             renormalize=case.renormalize,
             bias=case.bias,
             router_weight_on_input=case.router_weight_on_input,
-            quantization=quantization(case, checkpoint),
+            quantization=config_of_weights,
             prefix=PREFIX,
         )
         stage.choosing = False
         experts = vllm_compat.experts_of(layer)
         fill_parameters(experts, sentinel)
         with watch_conversion(experts, count=sentinel is None) as seen:
-            consumed = _consume(layer, checkpoint.tensors)
+            consumed = _consume(layer, vllm_compat.as_models_hand_them(config_of_weights, checkpoint.tensors))
             vllm_compat.finish_loading(layer, config)
         return seen.loading(experts, consumed)
 
 
 def from_directory(
-    case: MoECase, checkpoint: Checkpoint, damage: Callable[[Path], None] | None, *, backend: str, device: str, online: str | None
+    case: MoECase, checkpoint: Checkpoint, damage: Callable[[Path], None] | None, *, backend: str, device: str, asked: str | None
 ) -> tuple[torch.nn.Module, Any]:
     """The layer that vLLM's own loader reads, and its config. Raises LoadFailed."""
     from harness.subject import checkpoint_depth
 
-    where = {"backend": backend, "device": device, "depth": Depth.DIRECTORY, "online": online}
+    where = {"backend": backend, "device": device, "depth": Depth.DIRECTORY, "asked": asked}
     with poisoned(_NEVER_WRITTEN), loading() as stage:
         made = checkpoint_depth.read(case, checkpoint, sentinel=_NEVER_WRITTEN, stage=stage, damage=damage, **where)
     return made.layer, made.config
