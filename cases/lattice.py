@@ -139,8 +139,8 @@ def _scale_exponents(case: MoECase, layout: Plan, expert: int, name: str) -> tor
 
 
 def _cycle(place: torch.Tensor, size: int, expert: int, length: int) -> torch.Tensor:
-    """Index into a cycle of ``length`` for the ``place``-th of ``size`` scales of an expert; three further from expert to expert."""
-    return (place + size * expert + 2 * expert) % length
+    """Index into a cycle of ``length`` for the ``place``-th of ``size`` scales of an expert; none begins where the one before it did."""
+    return (place + (size + (1 if (size + 2) % length == 0 else 2)) * expert) % length
 
 
 def _upper(case: MoECase, layout: Plan, expert: int, name: str, exponents: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,7 @@ SMOKE: tuple[str, ...] = (
     "int8-channel-dyntoken-raw-silu-bf16-e5k3m3h96i80-balanced-bias-lattice",
     "int8-channel-dyntoken-ct-silu-bf16-e4k1m8h64i32-balanced-norenorm-onin-lattice",
     "int8-block128-dyngroup128-raw-silu-bf16-e4k1m8h256i128-balanced-lattice",
-    "int8-block128-dyngroup128-raw-silu_no_mul-fp16-e3k2m2h128i256-balanced-lattice",
+    "int8-block128-dyngroup128-raw-silu_no_mul-fp16-e3k2m2h256i256-balanced-lattice",
     "int8-tensor-none-raw-silu-fp16-e4k1m8h64i32-balanced-lattice",
     "int8-channel-none-raw-relu2_no_mul-bf16-e5k2m3h64i48-balanced-lattice",
     "int8-channel-none-online-silu-bf16-e4k1m8h64i32-balanced-lattice",
