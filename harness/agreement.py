@@ -24,7 +24,7 @@ from cases.generate import pairs
 from harness.backends import Backend, declared_refusal, has_entry
 from harness.expected import expected
 from harness.gpus import visible_gpus, worker_environment
-from harness.recipes import recipe
+from harness.recipes import recipe, written
 from harness.subject import SubjectError
 from harness.suite.subjects import VLLM, open_subject
 from references.formats import round_to
@@ -58,7 +58,7 @@ def write(backend: Backend, level: Level) -> Outputs:
     subject = open_subject(VLLM, backend)
     found: Outputs = {}
     for case, entry in pairs(level):
-        if not has_entry(entry, backend) or declared_refusal(case, entry, backend) is not None:
+        if not has_entry(entry, backend) or declared_refusal(case, entry, backend) is not None or not written(case, entry, backend):
             continue
         try:
             output: torch.Tensor | str = subject.run(subject.load(case, entry, make_checkpoint(case)), make_batch(case)).output

@@ -12,7 +12,7 @@ from cases.case import ActScale, Data, Entry, Level, MoECase, Origin
 from cases.generate import pairs
 from harness.backends import SPECS, Backend, declared_refusal, has_entry
 from harness.pairs import Pair
-from harness.recipes import recipe
+from harness.recipes import recipe, written
 from references.vocabulary import Activation, Format, Layout
 
 if TYPE_CHECKING:
@@ -118,7 +118,8 @@ def chosen(level: Level, backend: Backend) -> tuple[Pair, ...]:
         return ()
     groups: dict[tuple[object, ...], list[Pair]] = {}
     for case, entry in pairs(Level.SMOKE):
-        if case.data is Data.DENSE and has_entry(entry, backend) and declared_refusal(case, entry, backend) is None:
+        runs = has_entry(entry, backend) and declared_refusal(case, entry, backend) is None and written(case, entry, backend)
+        if case.data is Data.DENSE and runs:
             key = (entry, case.weight, case.weight_scale, case.act_scale, case.origin)
             groups.setdefault(key if level is Level.SMOKE else (*key, case.checkpoint), []).append(Pair(case, entry))
     found = [min(group, key=lambda pair: _oddities(pair.case)) for group in groups.values()]

@@ -12,7 +12,7 @@ from dataclasses import replace
 from cases.case import ActScale, Entry, MoECase, Origin
 from cases.packed import is_packed
 from harness.architectures import requested
-from harness.backends import SPECS, Backend, experts_expected, runs_default
+from harness.backends import SPECS, Backend, declared_refusal, experts_expected, runs_default
 from harness.installed import ue8m0_scales
 from harness.recipes_cuda import for_backend
 from harness.recipes_packed import on_triton
@@ -32,6 +32,7 @@ from references.vocabulary import (
 )
 
 _FP8_TOKEN_FLOOR = 1.0 / (448.0 * 512.0)  # csrc quantization/w8a8/fp8: min_scaling_factor
+_PACKED = frozenset({"TritonWNA16Experts", "Nvfp4QuantizationEmulationTritonExperts"})
 _BLOCK_CAST_AMAX_FLOOR = 1e-4  # utils/deep_gemm.py::per_block_cast_to_fp8
 _GROUP_AMAX_FLOOR = 1e-10  # eps of per_token_group_quant_*: a floor of the amax, so of the scale once divided by qmax
 
@@ -111,6 +112,13 @@ def _weight_quant(case: MoECase, backend: Backend) -> WeightQuant | None:
         scale_by_reciprocal=case.weight_scale is Layout.BLOCK128
         and SPECS[backend].needs_gpu,  # amax / 448.0; the others divide by a tensor
     )
+
+
+def written(case: MoECase, entry: Entry, backend: Backend) -> bool:
+    """Whether a recipe is written for what runs, or nothing runs: packed formats have one on Triton's own kernels so far."""
+    if not is_packed(case) or declared_refusal(case, entry, backend) is not None:
+        return True
+    return experts_expected(case, entry, backend) <= _PACKED
 
 
 def recipe(case: MoECase, entry: Entry, backend: Backend) -> Recipe:

@@ -119,14 +119,14 @@ def _chunks(x: _Side, y: _Side, columns: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 class Slices(NamedTuple):
-    """K divided among at most ``count`` thread blocks of 128 or more columns each, whose results are added one after another.
+    """K divided among at most ``blocks`` thread blocks of 128 or more columns each, whose results are added one after another.
 
     parts: sum of the results' magnitudes; sums: of the magnitudes of their sums, from either end of K, two or more at a time; [M, N].
     """
 
     parts: torch.Tensor
     sums: torch.Tensor
-    count: int
+    blocks: int
 
 
 def slices(a: Operand, w: Operand) -> Slices | None:

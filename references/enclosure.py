@@ -154,10 +154,10 @@ def _finished_in_slices(x: Interval, divided: Slices, a_scale: Interval | None, 
     parts, sums = divided.parts, divided.sums
     for factor in (None if a_scale is None else a_scale.high, None if bare.scale is None else bare.scale[:, 0]):
         parts, sums = (parts, sums) if factor is None else (parts * factor, sums * factor)
-    stored = (u * parts + tiny * divided.count) * scale
-    finished = u * (parts * scale + bias.abs()) + tiny * divided.count
-    added = u * (sums * scale + bias.abs() * (divided.count - 1)) + tiny * (divided.count - 1)
-    error = (stored + finished + added) * (1.0 + u) ** (divided.count + 2)  # each error passes through the roundings after it
+    stored = (u * parts + tiny * divided.blocks) * scale
+    finished = u * (parts * scale + bias.abs()) + tiny * divided.blocks
+    added = u * (sums * scale + bias.abs() * (divided.blocks - 1)) + tiny * (divided.blocks - 1)
+    error = (stored + finished + added) * (1.0 + u) ** (divided.blocks + 2)  # each error passes through the roundings after it
     return store(Interval(x.low * scale + bias - error, x.high * scale + bias + error), fmt)
 
 

@@ -22,6 +22,7 @@ from harness.exits import Exit, Misuse
 from harness.gpus import visible_gpus, worker_environment
 from harness.pairs import Pair, select
 from harness.preflight import check
+from harness.recipes import written
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,6 +48,7 @@ def sample(backend: Backend, count: int = SAMPLE) -> tuple[Pair, ...]:
         for pair in select(Level.SMOKE)
         if has_entry(pair.entry, backend)
         and declared_refusal(pair.case, pair.entry, backend) is None
+        and written(pair.case, pair.entry, backend)
         and max(pair.case.hidden, pair.case.intermediate) <= LARGEST
     ]
     step = max(1, len(runs) // count)

@@ -13,6 +13,7 @@ from harness import device_checks, ledger
 from harness.backends import has_entry
 from harness.environment import version
 from harness.loading import questions
+from harness.recipes import written
 from harness.relations import asked
 from harness.suite.subjects import VLLM
 from reports.records import Record, merge, read_worker, worker_file
@@ -50,15 +51,20 @@ def stale(options: Options) -> list[str]:
 
 
 def left_out(options: Options) -> str:
-    """What was not run because the subject's fault cannot show in it."""
-    pairs = options.left_out()
-    return f"{pairs} pair{'s' * (pairs != 1)}, which {options.subject} cannot change" if pairs else ""
+    """What was not run: the subject's fault cannot show in it, or no reference is written for it."""
+    reasons = {
+        f"which {options.subject} cannot change": options.left_out(),
+        "for whose kernels no reference is written": options.unwritten(),
+    }
+    return "; ".join(f"{pairs} pair{'s' * (pairs != 1)}, {reason}" for reason, pairs in reasons.items() if pairs)
 
 
 def ids(level: Level, backend: Backend) -> list[tuple[str, Entry]]:
     """What entries may speak of: pairs, lattice pairs, ``relation:case`` of these, ``question:case`` of pairs that are loaded,
     ``check:case`` of pairs that a GPU is checked with."""
-    dense, exact = ([pair for pair in of(level) if has_entry(pair[1], backend)] for of in (pairs, lattice_pairs))
+    dense, exact = (
+        [pair for pair in of(level) if has_entry(pair[1], backend) and written(*pair, backend)] for of in (pairs, lattice_pairs)
+    )
     related = [(f"{relation}:{case.id}", entry) for case, entry in exact for relation in asked(case, entry, backend)]
     loads = [(f"{each.question}:{each.pair.case.id}", each.pair.entry) for each in questions(level, backend)]
     checks = [(f"{each.check}:{each.pair.case.id}", each.pair.entry) for each in device_checks.of(level, backend)]

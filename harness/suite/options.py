@@ -13,6 +13,7 @@ from harness.backends import SPECS, Backend, UnknownBackend, has_entry
 from harness.exits import Misuse
 from harness.gpus import default_backend, visible_gpus
 from harness.pairs import Pair, Related, parse_entry, parse_expression, parse_level, relate, select
+from harness.recipes import written
 from harness.suite import subjects
 
 if TYPE_CHECKING:
@@ -55,6 +56,9 @@ class Options:
         pairs = tuple(pair for pair in chosen if has_entry(pair.entry, self.backend) and (pair.entry is Entry.LAYER or not self.loads_only))
         if not pairs:
             raise Misuse(f"backend '{self.backend}' has no entry '{chosen[0].entry}'; leave --entry out, or use --backend triton")
+        pairs = tuple(pair for pair in pairs if self.loads_only or written(pair.case, pair.entry, self.backend))
+        if not pairs:
+            raise Misuse(f"no reference is written yet for what backend '{self.backend}' runs there; use --backend triton, or interpreter")
         shown = tuple(pair for pair in pairs if self._why_left_out(pair) is None)
         if not shown:
             raise Misuse(f"{self.subject} applies to none of these pairs: {self._why_left_out(pairs[0])}; name other cases, or a level")
@@ -69,6 +73,11 @@ class Options:
         """How many pairs the subject's fault does not apply to."""
         chosen = [pair for pair in select(self.level, self.cases, self.entry) if has_entry(pair.entry, self.backend)]
         return sum(self._why_left_out(pair) is not None for pair in chosen)
+
+    def unwritten(self) -> int:
+        """How many pairs the backend runs by kernels for which there is no reference yet."""
+        chosen = [pair for pair in select(self.level, self.cases, self.entry) if has_entry(pair.entry, self.backend)]
+        return 0 if self.loads_only else sum(not written(pair.case, pair.entry, self.backend) for pair in chosen)
 
     def _why_left_out(self, pair: Pair) -> str | None:
         return subjects.why_not(self.subject, pair, self.backend)
