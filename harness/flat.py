@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 def flat_elements(setting: Setting, cause: str, index: tuple[int, ...]) -> str:
     """One line per buffer that ``cause`` names, for the first expert of the element's token.
 
-    ``w2_scale.flatten()[2] = 0.5 (0x3f000000) was used, not w2_scale[2, 7, 0] = ...``; of w13, which has a scale for every row, the
-    first row's that differs. A buffer whose scale happens to be the right one is left out, unless both are.
+    ``w2_scale.flatten()[2] = 0.5 (0x3f000000), not w2_scale[2, 7, 0] = ...``; of w13, all of whose rows reach the element, the first
+    row's that differs.
     """
     token, channel = index
     expert = int(setting.routing.topk_ids[token][0])
@@ -40,9 +40,11 @@ def flat_elements(setting: Setting, cause: str, index: tuple[int, ...]) -> str:
         used = buffer.flatten()[expert]
         row = channel if name == "w2" else int((buffer[expert, :, 0] != used).to(torch.int8).argmax())
         wanted = buffer[expert, row, 0]
-        line = f"  used       {name}_scale.flatten()[{expert}] = {show(used)}, not {name}_scale[{expert}, {row}, 0] = {show(wanted)}"
-        lines.append((bool(used == wanted), line))
-    return "\n".join(line for right, line in lines if not right or all(each for each, _ in lines))
+        chance = ", by chance the same" if bool(used == wanted) else ""
+        lines.append(
+            f"  used       {name}_scale.flatten()[{expert}] = {show(used)}, not {name}_scale[{expert}, {row}, 0] = {show(wanted)}{chance}"
+        )
+    return "\n".join(lines)
 
 
 def memory_scales(setting: Setting, views: Mapping[str, View]) -> tuple[LoadedExpert, ...]:

@@ -3,11 +3,13 @@ from __future__ import annotations
 import io
 
 import pytest
+import torch
 from rich.console import Console
 
 from cases.axes import InvalidCase
 from cases.case import Entry, MoECase
 from harness.backends import Backend
+from harness.compare import show
 from harness.faults import Fault
 from harness.founding import CASES, OPPOSITE, Standing, render, rows, wrong
 from harness.relations_check import Setting
@@ -52,13 +54,19 @@ def test_every_expert_s_scales_and_every_flat_element_have_a_row_for_each_buffer
 
 
 def test_the_table_states_expected_and_actual_to_the_bit_and_the_element_used() -> None:
+    start = Setting.of(MoECase.from_id(RELU2), Entry.FUSED_EXPERTS, LANE)
+    assert start.proof is not None
+    actual = wrong(start)
+    token, channel = (int(i) for i in (start.proof.output != actual).nonzero()[0])
+    expert = int(start.routing.topk_ids[token, 0])
+    scales = torch.stack([start.checkpoint.tensors[f"{e}.down_proj.weight_scale"].flatten() for e in range(4)])
     console = Console(width=400, record=True, file=io.StringIO())
     console.print(render(list(rows(RELU2, FakeSubject(Fault.W_SCALE_FLAT_INDEX)))))
-    text = console.export_text()
-    assert "expected -0.087890625 (0xbdb4), actual -1.703125 (0xbfda)" in text
-    assert "w2_scale.flatten()[3] = 6.10351562e-05 (0x38800000), not w2_scale[3, 0, 0] = 7.62939453e-06 (0x37000000)" in " ".join(
-        text.split()
-    )
+    text = " ".join(console.export_text().split())
+    assert f"expected {show(start.proof.output[token, channel])}, actual {show(actual[token, channel])}" in text
+    used, wanted = scales.flatten()[expert], scales[expert, channel]
+    assert f"w2_scale.flatten()[{expert}] = {show(used)}, not w2_scale[{expert}, {channel}, 0] = {show(wanted)}" in text
+    assert "(0x3" in show(used)
 
 
 def test_wrong_values_that_are_not_known_to_the_bit_are_refused() -> None:
