@@ -35,6 +35,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add_to(parser)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Neighbours in the generator's order share kernels: each worker takes a stretch of it, so that most are compiled by one."""
+    if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
+        config.option.dist = "worksteal"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Validate, prepare the process before anything imports torch, choose the run's directory."""
     try:

@@ -23,7 +23,7 @@ from harness.expected import expected
 from harness.far import PAST, Far, far_expert, far_rows
 from harness.pairs import Pair
 from harness.recipes import recipe
-from harness.subject import HasModes
+from harness.subject import HasModes, Loaded, modes
 from harness.tests.fake_device import FakeDevice, Planted
 from harness.verdict import Outcome, Verdict
 
@@ -183,3 +183,13 @@ def test_collecting_them_imports_no_torch() -> None:
     count, heavy = json.loads(done.stdout)
     assert count > 50
     assert heavy == []
+
+
+def test_scales_of_every_kind_are_doubled_in_place_and_nothing_else_is() -> None:
+    power = torch.tensor([120, 127], dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    held = {"w13_weight_scale": torch.ones(3), "w2_weight_scale_inv": torch.ones(2, dtype=torch.bfloat16), "w2_scale": power}
+    kept = {"w13_input_scale": torch.ones(1), "a1_scale": torch.ones(1), "w13_weight": torch.ones(2), "empty_scale": torch.empty(0)}
+    named = modes.scale_in_place(Loaded(handle=None, quant_method="", experts_class="", parameters=held | kept), 2.0)
+    assert set(named) == set(held)
+    assert [each.float().tolist() for each in held.values()] == [[2.0] * 3, [2.0] * 2, [2.0**-6, 2.0]]
+    assert all(bool((each == 1).all()) for each in kept.values())

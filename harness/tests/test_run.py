@@ -225,3 +225,10 @@ def test_the_controller_imports_neither_torch_nor_vllm(tmp_path: Path) -> None:
     ended = pytest_run(tmp_path, "-n1", *some(1), STUB_TELL="1")
     told = re.findall(r"^controller imported: (.*)$", ended.errors, re.MULTILINE)
     assert told == ["nothing heavy"], ended.errors
+
+
+def test_workers_take_stretches_and_a_machine_without_a_gpu_says_which_lane_it_takes(tmp_path: Path) -> None:
+    ended = pytest_run(tmp_path, "-nauto", "-v", *some(2), CUDA_VISIBLE_DEVICES="")
+    assert "scheduling tests via WorkStealingScheduling" in ended.text
+    assert "moediff: backend interpreter, because no GPU is visible and no --backend was given" in ended.text
+    assert {record.backend for record in ended.records.values()} == {"interpreter"}
