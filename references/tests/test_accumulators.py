@@ -188,6 +188,27 @@ def test_slices_do_not_stay_inside_the_bound_of_one_block(epilogue: Epilogue) ->
     assert not holds(whole, in_slices(a, w, scale, bias, how, [128, 256, 384]).double())
 
 
+def test_slices_that_cancel_keep_the_errors_of_both_their_roundings() -> None:
+    g = torch.Generator().manual_seed(7)
+    a = torch.zeros(1, 256, dtype=torch.float64)
+    a[0, 0], a[0, 128] = 1.0 + 2.0**-8, -1.0
+    w = torch.zeros(4096, 256, dtype=torch.float64)
+    w[:, 0] = torch.randint(65, 67, (4096,), generator=g).double()
+    w[:, 128] = w[:, 0] + torch.randint(-1, 2, (4096,), generator=g)
+    scale = (1.0 + torch.rand(4096, generator=g) / 64.0).to(torch.bfloat16).double()
+    how, bias = recipe(Format.BF16, Epilogue.CHANNEL_STORED), torch.zeros(4096, dtype=torch.float64)
+    matrix = Matrix(codes=w, low=w, high=w, format=Format.INT8, scale=scale[:, None], bias=None)
+    bare = Matrix(codes=w, low=w, high=w, format=Format.INT8, scale=None, bias=None)
+    rows = operand(exactly(a), Format.FP16, how.accumulator)
+    divided = slices(rows, operand(exactly(w), Format.INT8, how.accumulator))
+    assert divided is not None
+    interval = enclosure._finished_in_slices(enclosure.gemm(rows, None, bare, how.accumulator), divided, None, bare, matrix, how)
+    found = in_slices(a, w, scale, bias, how, [128]).double()
+    assert holds(interval, found)
+    exact = (a @ w.T) * scale
+    assert float((found - exact).abs().max()) > 0.5  # more than one rounding of each slice, to halves, can do
+
+
 def test_up_to_128_columns_are_one_block() -> None:
     x = operand(exactly(torch.ones(1, 128, dtype=torch.float64)), Format.FP16, Accumulator.TENSOR_CORE)
     assert slices(x, x) is None
