@@ -195,7 +195,7 @@ def test_slices_that_cancel_keep_the_errors_of_both_their_roundings() -> None:
     w = torch.zeros(4096, 256, dtype=torch.float64)
     w[:, 0] = torch.randint(65, 67, (4096,), generator=g).double()
     w[:, 128] = w[:, 0] + torch.randint(-1, 2, (4096,), generator=g)
-    scale = (1.0 + torch.rand(4096, generator=g) / 64.0).to(torch.bfloat16).double()
+    scale = 1.0 + torch.rand(4096, generator=g).double() / 64.0
     how, bias = recipe(Format.BF16, Epilogue.CHANNEL_STORED), torch.zeros(4096, dtype=torch.float64)
     matrix = Matrix(codes=w, low=w, high=w, format=Format.INT8, scale=scale[:, None], bias=None)
     bare = Matrix(codes=w, low=w, high=w, format=Format.INT8, scale=None, bias=None)
