@@ -12,9 +12,13 @@ import torch
 from cases.case import MoECase
 from harness.compare import show
 from harness.load_places import Place, held, passed_over, places, region, rounded_up, shared
+from references.formats import torch_dtype
 
 if TYPE_CHECKING:
     from harness.subject.loading import Loading
+
+
+_LIVE = 32  # tensors alive at once whose sizes an allocator may round up
 
 
 class Oracle(StrEnum):
@@ -107,6 +111,31 @@ def _sizes(case: MoECase, checkpoint: Mapping[str, torch.Tensor], mine: tuple[Pl
         if parameter.numel() != elements:
             text = f"{name} {list(parameter.shape)} holds {parameter.numel()} elements, the checkpoint's tensors for it {elements}"
             yield Finding(oracle=Oracle.SIZE, what=kinds[name], text=text)
+
+
+def peak(case: MoECase, seen: Loading) -> Iterator[Finding]:
+    """Inputs are there already. Beside outputs: for one expert's larger matrix a copy in the checkpoint's dtype, the quotient in fp32 and
+    its rounded copy; and for all experts each scale twice, as the largest value and as the scale that is made of it."""
+    allocated = seen.allocated
+    if allocated is None:
+        raise ValueError("the subject did not count what was allocated")
+    one = max(case.shape("up_proj")[0] * case.shape("up_proj")[1] * (2 if case.activation.gated else 1), case.hidden * case.intermediate)
+    one = one if not rounded_up(case) else _whole_blocks(case)
+    scales = sum(4 * tensor.numel() for name, tensor in seen.after.items() if "scale" in name)
+    scratch = one * (4 + 4 + torch_dtype(case.dtype).itemsize) + 2 * scales
+    allowed = allocated.kept + scratch + _LIVE * allocated.granularity
+    if allocated.peak > allowed:
+        text = (
+            f"{allocated.peak} bytes at the peak, of which {allocated.kept} stay; with one expert's scratch of {scratch} "
+            f"{allowed} are needed; the largest allocation is of {allocated.largest or 'unknown'} bytes"
+        )
+        yield Finding(oracle=Oracle.PEAK, what="conversion", text=text)
+
+
+def _whole_blocks(case: MoECase) -> int:
+    """Elements of one expert's larger matrix in whole 128 x 128 blocks."""
+    hidden, intermediate = (-(-size // 128) * 128 for size in (case.hidden, case.intermediate))
+    return hidden * intermediate * (2 if case.activation.gated else 1)
 
 
 def differing(expected: torch.Tensor, actual: torch.Tensor) -> torch.Tensor | None:

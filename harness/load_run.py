@@ -114,13 +114,24 @@ def _at_depth(depth: Depth) -> _Answers:
     return compare
 
 
+def _memory(
+    case: MoECase, checkpoint: Checkpoint, backend: Backend, subject: WatchedLoading, extras: dict[str, object]
+) -> Iterable[Finding]:
+    seen = subject.watch_loading(case, checkpoint)
+    assert seen.allocated is not None
+    extras |= {"quant_method": seen.quant_method, "peak_bytes": seen.allocated.peak, "kept_bytes": seen.allocated.kept}
+    return load_oracles.peak(case, seen)
+
+
 _ASKED: dict[Question, _Answers] = {
     Question.LOADED: _loaded,
     Question.DIRECTORY: _at_depth(Depth.DIRECTORY),
     Question.STACKED: _at_depth(Depth.STACKED),
+    Question.MEMORY: _memory,
 }
 _HELD = {
     Question.LOADED: "the layer holds the checkpoint: consumed, decoded, no memory left unwritten, converters handed what was quantized",
     Question.DIRECTORY: CLAIMS[Oracle.DEPTHS_DIFFER],
+    Question.MEMORY: CLAIMS[Oracle.PEAK],
     Question.STACKED: f"{CLAIMS[Oracle.DEPTHS_DIFFER]}, also where the experts of a projection are one tensor",
 }

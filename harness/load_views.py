@@ -11,6 +11,7 @@ from cases.case import MoECase
 from cases.packed import weight_only_words
 from harness.backends import Backend
 from harness.load_oracles import Finding, Oracle
+from harness.load_places import rounded_up
 from references.formats import decode, torch_dtype
 from references.loading import LoadedExpert, Matrix
 from references.vocabulary import Format, Layout
@@ -86,8 +87,10 @@ def _codes(case: MoECase, matrices: list[Matrix], tensor: torch.Tensor, parts: i
     rows, columns = matrices[0].codes.shape
     if tensor.dtype is not dtype:
         return f"is {tensor.dtype}, the quantized weights are {dtype}"
-    if tensor.dim() != 3 or tensor.shape[0] != len(matrices) or tensor.shape[1] < rows or tensor.shape[2] < columns:
-        return f"is no [{len(matrices)}, {rows}, {columns}]"
+    shape = (len(matrices), rows, columns)
+    fits = tensor.shape == shape or (rounded_up(case) and all(room >= size for room, size in zip(tensor.shape, shape, strict=False)))
+    if tensor.dim() != len(shape) or not fits:
+        return f"is no {list(shape)}"
     for expert, matrix in enumerate(matrices):
         cell = decode(tensor[expert][:, :columns], matrix.format)
         bounds = zip(_halves(matrix.low, cell, parts), _halves(matrix.high, cell, parts), strict=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from cases.bad_checkpoints import Bad, bad_checkpoints
 from cases.case import Entry, Level, MoECase, Origin
 from cases.generate import pairs
+from cases.memory import MANY, memory_cases
 from cases.packed import weight_only_words
 from harness.backends import Backend
 from harness.pairs import Pair
@@ -25,6 +26,7 @@ class Question(StrEnum):
     LOADED = "loaded"  # every oracle of harness/load_oracles.py that layer depth can answer
     DIRECTORY = "directory"  # vLLM's own loader, reading a directory, leaves the same parameters
     STACKED = "stacked"  # and so it does where the experts of a projection are one tensor
+    MEMORY = "memory"  # conversion and quantization allocate what they need
 
 
 ASKED_ON = (Backend.INTERPRETER, Backend.TRITON)  # lanes whose layout of parameters the oracles know
@@ -48,11 +50,17 @@ def questions(level: Level, backend: Backend) -> tuple[Asked, ...]:
         return ()
     every = about([Pair(*pair) for pair in pairs(level)])
     if level is not Level.SMOKE:
-        return (*every, *bad())
+        return (*every, *memory(), *bad())
     first: dict[Hashable, Asked] = {}
     for asked in every:
         first.setdefault((asked.question, *_kind(asked.pair.case)), asked)
-    return (*(asked for asked in every if asked.question is Question.LOADED or asked in first.values()), *bad())
+    one = (Question.DIRECTORY, Question.STACKED)
+    return (*(asked for asked in every if asked.question not in one or asked in first.values()), *memory(), *bad())
+
+
+def memory() -> tuple[Asked, ...]:
+    """Every way of quantizing, with so many experts that no temporary of all of them can hide in one expert's scratch."""
+    return tuple(Asked(Question.MEMORY, Pair(case, Entry.LAYER)) for case in memory_cases())
 
 
 def bad(cases: frozenset[MoECase] | None = None) -> tuple[Asked, ...]:
@@ -74,10 +82,13 @@ def applies(question: Question, case: MoECase) -> bool:
     """Whether the question can be asked of a case.
 
     A model's configuration refuses fp32 hidden states of quantized models before any layer is built (config/vllm.py). Stacked, vLLM reads
-    weights and scales of three dimensions and no biases (fused_moe/routed_experts.py, load_weights).
+    weights and scales of three dimensions and no biases (fused_moe/routed_experts.py, load_weights). With few experts one full-size
+    temporary is no more than one expert's scratch.
     """
     if question is Question.LOADED:
         return True
+    if question is Question.MEMORY:
+        return case.experts >= MANY
     if case.quantized and case.dtype is Format.FP32:
         return False
     if question is Question.DIRECTORY:

@@ -79,8 +79,8 @@ class FakeLoading:
             consumed[name] = self._load(case, name, tensor, before, depth)
         after, handed = self._process(case, checkpoint, before)
         weights = sum(after[name].nbytes for name in ("w13_weight", "w2_weight"))
-        peak = 3 * weights if fault is LoadFault.FULL_SIZE_TEMPORARIES else weights
-        kept = 0 if case.origin is Origin.UNQUANTIZED else weights
+        kept = weights if case.origin is Origin.ONLINE else 0
+        peak = kept + 2 * weights if fault is LoadFault.FULL_SIZE_TEMPORARIES else kept
         return Loading(
             quant_method="fake",
             before=before,

@@ -42,12 +42,14 @@ class Handed:
 class Allocated:
     """Bytes allocated while weights were converted and quantized (process_weights_after_loading), inputs not counted.
 
-    peak: most that lived at once. kept: what the layer's own tensors hold of it afterwards. largest: the largest single allocation.
+    peak: most that lived at once. kept: what the layer's own tensors hold of it afterwards. largest: the largest single allocation, 0
+    where that is not known. granularity: to a multiple of which the allocator rounds.
     """
 
     peak: int
     kept: int
     largest: int
+    granularity: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -129,7 +129,7 @@ def _counted_on_cuda(process: Callable[[torch.nn.Module], Any], layer: torch.nn.
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     kept = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in layer.parameters()}
-    seen.allocated = Allocated(peak=peak, kept=sum(size for key, size in kept.items() if key not in there), largest=0)
+    seen.allocated = Allocated(peak=peak, kept=sum(size for key, size in kept.items() if key not in there), largest=0, granularity=512)
     return result
 
 

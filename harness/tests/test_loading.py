@@ -7,6 +7,7 @@ import pytest
 from cases.bad_checkpoints import Bad
 from cases.case import Entry, Level, MoECase
 from cases.checkpoint import make_checkpoint
+from cases.memory import memory_cases
 from harness import load_views
 from harness.backends import Backend
 from harness.load_oracles import CLAIMS, Oracle
@@ -70,6 +71,13 @@ def test_a_directory_read_otherwise_is_seen(question: Question) -> None:
     assert verdict.outcome is Outcome.NOT_IDENTICAL
     assert verdict.signature == f"DEPTHS_DIFFER:{question}"
     assert "w13_weight: " in verdict.detail
+
+
+@pytest.mark.parametrize("case", [case for case in memory_cases() if load_views.speaks_of(case)], ids=lambda case: str(case.id))
+def test_full_size_temporaries_are_seen_and_outputs_are_not(case: MoECase) -> None:
+    honest, wasteful = (answer(case.id, fault, Question.MEMORY) for fault in (None, LoadFault.FULL_SIZE_TEMPORARIES))
+    assert honest.outcome is Outcome.PASS, honest.detail
+    assert (wasteful.outcome, wasteful.signature) == (Outcome.NOT_IDENTICAL, "PEAK:conversion")
 
 
 @pytest.mark.parametrize(("fault", "text", "signature"), CAUGHT, ids=lambda value: getattr(value, "name", value))
