@@ -17,7 +17,7 @@ from rich.table import Table
 
 from cases.case import Level
 from harness.backends import Backend
-from harness.commands import bench_exact
+from harness.commands import bench_exact, bench_lanes
 from harness.commands.output import draw
 from harness.commands.run import SUITE
 from harness.environment import child_environ, environment
@@ -142,6 +142,7 @@ def _table(title: str) -> Table:
 BENCHES: dict[str, tuple[Callable[[Backend], int], str]] = {
     "smoke": (smoke, "the smoke level: pairs, wall time, seconds a pair, memory"),
     "collect": (collect, "time to collect, and that neither torch nor vLLM is imported for it"),
+    "lanes": (bench_lanes.main, "one lane: smoke with warm kernels, pairs a second in a worker, two workers and two GPUs over one"),
     "exact": (bench_exact.main, "the founding fault, scale by scale, and every shape and stride of a scale tensor"),
     "sensitivity": (sensitive, "which faults are caught in which formats, by how much, and by which exact relations"),
 }

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from harness.backends import Backend, declared_refusal
+from harness.commands.bench import BENCHES
 from harness.commands.bench_lanes import LARGEST, SAMPLE, rate, sample, together
 from harness.exits import Misuse
 
@@ -23,3 +24,7 @@ def test_the_rate_of_workers_at_the_same_time_is_the_sum_of_theirs() -> None:
 def test_a_worker_that_fails_ends_the_others_and_says_why() -> None:
     with pytest.raises(Misuse, match=r"a worker of cutlass ended with exit code 1: "):
         together(Backend.CUTLASS, 2, ("none",))
+
+
+def test_it_is_a_command() -> None:
+    assert "lanes" in BENCHES
