@@ -50,7 +50,7 @@ SMOKE: tuple[str, ...] = (
     "e4m3fn-tensor-static-ct-silu-bf16-e4k1m8h64i32-balanced-lattice",
     "e4m3fn-tensor-static-quark-relu2_no_mul-fp16-e4k2m3h96i80-balanced-lattice",
     "e4m3fn-channel-static-raw-silu-bf16-e4k1m8h64i32-balanced-lattice",
-    "e4m3fn-channel-static-raw-relu2_no_mul-bf16-e4k1m8h64i32-balanced-lattice",
+    "e4m3fn-channel-static-raw-relu2_no_mul-bf16-e8k1m2h96i80-balanced-lattice",
     "e4m3fn-tensor-dyntensor-vllmfp8-silu-bf16-e4k1m8h64i32-balanced-lattice",
     "e4m3fn-channel-dyntensor-raw-silu-bf16-e4k2m8h64i32-balanced-lattice",
     "e4m3fn-tensor-dyntoken-raw-silu-bf16-e4k1m8h64i32-balanced-lattice",
@@ -65,7 +65,7 @@ SMOKE: tuple[str, ...] = (
     # unquantized, and what remains exact where an activation stands in the way
     "bf16-none-none-plain-silu-bf16-e4k1m8h64i32-balanced-bias-lattice",
     "fp16-none-none-plain-relu2_no_mul-fp16-e8k1m2h192i96-balanced-norenorm-onin-lattice",
-    "fp32-none-none-plain-silu-fp32-e4k2m8h64i32-balanced-lattice",
+    "fp32-none-none-plain-silu-fp32-e5k2m3h96i80-balanced-lattice",
     "fp32-none-none-plain-gelu-fp32-e4k1m3h64i32-balanced-lattice",
 )
 

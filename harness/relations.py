@@ -16,7 +16,7 @@ from cases.doors import closed
 from cases.roles import empty_expert
 from harness.backends import Backend, declared_refusal
 from harness.recipes import recipe
-from references.vocabulary import Accumulator, Activation, CheckpointFormat, Format, Layout, Quotient, Recipe, RouterWeight
+from references.vocabulary import Accumulator, Activation, CheckpointFormat, Format, Layout, Recipe, RouterWeight
 
 
 class Relation(StrEnum):
@@ -112,12 +112,9 @@ def unprovable(case: MoECase, recipe: Recipe) -> str | None:
         return "no accuracy bound says that erf and tanh reach 1 exactly, and fp32 keeps the difference"
     if recipe.accumulator is Accumulator.TENSOR_CORE_FP8 and not _fits_fourteen_bits(case):
         return "FP8 tensor cores keep 14 bits of a sum, and these sums may need more"
-    if case.activation is not Activation.RELU2_NO_MUL or recipe.a2 is None or not recipe.a2.dynamic:
-        return None
-    if case.weight is Format.INT8 and fp32:
+    squared = case.activation is Activation.RELU2_NO_MUL and recipe.a2 is not None and recipe.a2.dynamic
+    if squared and case.weight is Format.INT8 and fp32:
         return "127 times a power of two is no square that fp32 holds, so a2 is no power of two"
-    if case.weight is Format.E4M3FN and not fp32 and recipe.a2.quotient is Quotient.ANY:
-        return "448 times a power of two is no square, so a2 is no power of two, and how the quotient is computed decides its ties"
     return None
 
 
