@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import math
 import shlex
 import shutil
 import sys
@@ -26,7 +27,7 @@ from harness.bisect.installation import Installation
 from harness.bisect.observe import kept_name
 from harness.bisect.repository import Repository
 from harness.bisect.revisions import into_merges, line
-from harness.bisect.search import Ambiguous, Found, NotFound, Result, Status, turns
+from harness.bisect.search import Ambiguous, Cause, Found, NotFound, Result, Status, turns
 from harness.bisect.spec import Revision, State, parse
 from harness.bisect.states import Plan, StateRun, run, run_one
 from harness.bisect.trees import planted
@@ -75,9 +76,16 @@ def add_subcommands(commands: Subparsers) -> None:
     _choose(command)
 
     command = _command(commands, "cache", "list or remove the trees that compare, bisect and probe have built", manage_cache)
-    command.add_argument("--limit", type=float, metavar="GIB", help="remove the least recently used until this many GiB are left")
-    command.add_argument("--older-than", type=float, metavar="DAYS", help="remove what was not used for so long")
+    command.add_argument("--limit", type=_amount, metavar="GIB", help="remove the least recently used until this many GiB are left")
+    command.add_argument("--older-than", type=_amount, metavar="DAYS", help="remove what was not used for so long")
     command.add_argument("--clear", action="store_true", help="remove everything that is not in use")
+
+
+def _amount(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"'{text}' is no amount")
+    return number
 
 
 def _command(commands: Subparsers, name: str, what: str, handler: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
@@ -219,7 +227,8 @@ def _differences(
 def bisect(arguments: argparse.Namespace) -> int:
     """Search a first-parent line of a checkout, or the releases between two, for the first that shows a failure.
 
-    Exit codes: 0 the culprit is named, 1 the ends do not span a change, 125 several candidates are left, 128 misuse.
+    Exit codes: 0 the culprit is named, 1 the ends do not span a change, 125 several candidates are left or an end cannot be judged,
+    128 misuse.
     """
     plan = _plan(arguments, arguments.cases)
     chosen = tuple(version for version in arguments.releases.split(",") if version)
@@ -275,7 +284,9 @@ def bisect(arguments: argparse.Namespace) -> int:
     sys.stderr.write(f"this page: {log.with_suffix('.md')}\n")
     if isinstance(result, Found):
         return Exit.GOOD
-    return Exit.CANNOT_TELL if isinstance(result, Ambiguous) else Exit.BAD
+    return (
+        Exit.CANNOT_TELL if isinstance(result, Ambiguous) or result.cause in (Cause.GOOD_END_UNKNOWN, Cause.BAD_END_UNKNOWN) else Exit.BAD
+    )
 
 
 def _shown(result: Result, on: RegressOn, names: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ class Exit(IntEnum):
 
     GOOD = 0  # compare: nothing differs; bisect: the culprit is named
     BAD = 1  # compare: something differs; bisect: the ends do not span a change
-    CANNOT_TELL = 125  # compare: a state cannot be driven; bisect: several candidates are left
+    CANNOT_TELL = 125  # compare: a state cannot be driven; bisect: several candidates are left, or an end cannot be judged
     MISUSE = 128  # stops a `git bisect run`, as every higher one does
     INTERRUPTED = 130
 

@@ -97,6 +97,8 @@ def test_bisect_looks_for_the_signature_of_the_bad_end_any_failure_or_the_repair
     assert "(2 broken)" in capsys.readouterr().out.splitlines()[0]
     assert main(["bisect", "--good", "HEAD~8", "--bad", "HEAD~7", "--repo", str(checkout.path), *ONE]) == Exit.BAD
     assert "given as bad, is good: give a newer bad revision" in capsys.readouterr().out
+    assert main(["bisect", "--good", "HEAD~6", "--bad", "HEAD", "--repo", str(checkout.path), *ONE]) == Exit.CANNOT_TELL
+    assert "given as good, cannot be judged: give a good revision that can be driven" in capsys.readouterr().out
 
 
 def test_bisect_goes_into_a_merge_and_knows_when_the_merge_itself_is_to_blame(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -268,6 +270,8 @@ def test_probe_under_a_real_git_bisect_run(checkout: Checkout, tmp_path: Path, f
         (["probe", *ONE, "--backend", "abacus"], "unknown backend 'abacus'"),
         (["probe", "--script", "absent.py"], "there is no file absent.py"),
         (["probe", "--script", __file__, CASE], f"--script takes the place of cases: leave {CASE} out"),
+        (["cache", "--limit", "nan"], "argument --limit: 'nan' is no amount; see `moediff cache --help`"),
+        (["cache", "--older-than", "-1"], "argument --older-than: '-1' is no amount; see `moediff cache --help`"),
         (["compare"], "name a revision to compare with its parent, or states with --state NAME=STATE"),
         (["compare", "--state", "A=release:1.0"], "one state has nothing to be compared with"),
         (["compare", "--state", "A=release:1.0", "--state", "A=release:1.1"], "two states have the same name"),
