@@ -6,7 +6,8 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -59,18 +60,18 @@ def another_factory() -> dict[Path, str]:
     ("workers", "files", "sentence"),
     [
         (
-            "-n2",
-            renamed("int8_w8a16_moe_quant_config", "int8_weight_only_config"),
+            "-n1",
+            partial(renamed, "int8_w8a16_moe_quant_config", "int8_weight_only_config"),
             "no int8 w8a16 config at vllm.model_executor.layers.fused_moe",
         ),
-        ("-n0", another_factory(), "FusedMoEFactory takes no top_k, hidden_size"),
+        ("-n0", another_factory, "FusedMoEFactory takes no top_k, hidden_size"),
     ],
     ids=["a name is gone", "arguments are gone"],
 )
 def test_a_surface_that_is_not_recognised_is_one_sentence_and_2(
-    workers: str, files: dict[Path, str], sentence: str, tmp_path: Path
+    workers: str, files: Callable[[], dict[Path, str]], sentence: str, tmp_path: Path
 ) -> None:
-    changed(tmp_path / "vllm", files)
+    changed(tmp_path / "vllm", files())
     outside = {name: value for name, value in child_environ().items() if not name.startswith("PYTEST_")}
     environ = {**outside, "PYTHONPATH": os.pathsep.join((str(tmp_path), outside.get("PYTHONPATH", "")))}
     command = [sys.executable, "-m", "harness.cli", "run", CASE, "--backend=interpreter", workers, f"--records={tmp_path / 'out'}"]
