@@ -7,6 +7,8 @@ Read in the ``_supports_current_device`` and ``_supports_quant_scheme`` methods 
 from __future__ import annotations
 
 from cases.case import Entry, MoECase
+from cases.packed import is_packed
+from harness import refusals_packed
 from harness.architectures import Architecture, requested
 from harness.backends import SPECS, Backend, declared_refusal, experts_expected, runs_default
 from harness.refusals import Refusal, fp8, not_supported, quark_int8_static
@@ -26,6 +28,9 @@ def refusals(case: MoECase, backend: Backend, architecture: Architecture) -> tup
     """Every declared refusal of the layer entry that applies there; vLLM gives the first reason it finds."""
     if quark_int8_static(case):
         return ()
+    if is_packed(case):  # what they say of architectures is in refusals_packed.py, by compute_capability()
+        packed = refusals_packed.refusal(case, backend)
+        return () if packed is None else (packed,)
     every = (*SPECS[backend].refusals, *_there(backend, architecture))
     return tuple(refusal for refusal in every if refusal.applies(case, Entry.LAYER))
 

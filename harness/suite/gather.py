@@ -6,11 +6,11 @@ import os
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from cases.case import Level
+from cases.case import Entry, Level
 from cases.generate import pairs
 from cases.lattice_pairs import lattice_pairs
 from harness import device_checks, ledger
-from harness.backends import has_entry
+from harness.backends import SPECS, has_entry
 from harness.environment import version
 from harness.loading import questions
 from harness.recipes import written
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection
     from pathlib import Path
 
-    from cases.case import Entry
     from harness.backends import Backend
     from harness.suite.options import Options
 
@@ -68,7 +67,12 @@ def ids(level: Level, backend: Backend) -> list[tuple[str, Entry]]:
     related = [(f"{relation}:{case.id}", entry) for case, entry in exact for relation in asked(case, entry, backend)]
     loads = [(f"{each.question}:{each.pair.case.id}", each.pair.entry) for each in questions(level, backend)]
     checks = [(f"{each.check}:{each.pair.case.id}", each.pair.entry) for each in device_checks.of(level, backend)]
-    return [*((case.id, entry) for case, entry in (*dense, *exact)), *related, *loads, *checks]
+    return [*((case.id, entry) for case, entry in (*dense, *exact)), *related, *loads, *checks, *_loaded_elsewhere(level, backend)]
+
+
+def _loaded_elsewhere(level: Level, backend: Backend) -> list[tuple[str, Entry]]:
+    """What is only loaded, by ``--architecture`` and ``moediff matrix``: also pairs for whose kernels no reference is written."""
+    return [(case.id, entry) for case, entry in pairs(level) if entry is Entry.LAYER and SPECS[backend].needs_gpu]
 
 
 def last_record(directory: Path, worker: str, node_id: str) -> Record | None:
