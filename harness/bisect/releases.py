@@ -9,7 +9,10 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 from harness.bisect.repository import last_line
 from harness.bisect.trouble import StateError, StateUnavailable
@@ -31,6 +34,26 @@ def unpack(requirement: str, into: Path) -> None:
     if done.returncode:
         raise StateUnavailable(f"the wheel of {requirement} could not be had: {_reason(done.stderr)}")
     shutil.rmtree(into / "bin", ignore_errors=True)
+
+
+def unpack_with_needs(requirement: str, into: Path) -> None:
+    """As ``unpack``, and beside it whatever it requires that is not installed here in any version. Raises as ``unpack``."""
+    unpack(requirement, into)
+    stated = [line for file in into.glob("*.dist-info/METADATA") for line in file.read_text().splitlines()]
+    for line in stated:
+        kind, _, text = line.partition(": ")
+        if kind == "Requires-Dist":
+            needed = Requirement(text)
+            if (needed.marker is None or needed.marker.evaluate({"extra": ""})) and not _installed(needed.name):
+                unpack(f"{needed.name}{needed.specifier}", into)
+
+
+def _installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def between(good: str, bad: str) -> tuple[str, ...]:

@@ -148,7 +148,7 @@ def _with_humming(tree: Tree, cache: Cache, installed: Installation, held: ExitS
     if pin is None or installed.humming is None or pin == installed.humming:
         return tree
     requirement = f"humming-kernels=={pin}"
-    folder = held.enter_context(cache.tree(f"humming-{pin}", requirement, lambda into: releases.unpack(requirement, into)))
+    folder = held.enter_context(cache.tree(f"humming-{pin}", requirement, lambda into: releases.unpack_with_needs(requirement, into)))
     note = f"{tree.state.name} runs with {requirement}, which it pins; {installed.humming} is installed"
     return replace(tree, key=f"{tree.key}-humming-{pin}", paths=(*tree.paths, folder), notes=(*tree.notes, note))
 

@@ -229,6 +229,21 @@ def test_the_installed_release_stands_for_itself_while_unchanged(
     assert fetched == ["vllm==0.33.0"]
 
 
+def test_what_a_pinned_humming_needs_and_is_not_installed_comes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def unpack(requirement: str, into: Path) -> None:
+        asked.append(requirement)
+        if requirement.startswith("humming"):
+            (into / "humming_kernels-0.1.10.dist-info").mkdir()
+            needs = ("pytest>=2", "no-such-package<3,>=2", "only-on-cuda; extra == 'cu12'", "only-elsewhere; sys_platform == 'nowhere'")
+            (into / "humming_kernels-0.1.10.dist-info" / "METADATA").write_text("".join(f"Requires-Dist: {need}\n" for need in needs))
+
+    monkeypatch.setattr(releases, "unpack", unpack)
+    releases.unpack_with_needs("humming-kernels==0.1.10", tmp_path)
+    assert asked == ["humming-kernels==0.1.10", "no-such-package<3,>=2"]
+
+
 @pytest.mark.parametrize(
     ("text", "pin"),
     [
