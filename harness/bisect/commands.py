@@ -99,7 +99,7 @@ def _command(commands: Subparsers, name: str, what: str, handler: Callable[[argp
     def parse_all(arguments: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
         command.parse_known_args = plain  # type: ignore[method-assign]
         try:
-            found, unknown = command.parse_known_intermixed_args(arguments, namespace)
+            found, unknown = plain(arguments, namespace)  # takes cases before and after options, by calling itself
         finally:
             command.parse_known_args = parse_all  # type: ignore[assignment, method-assign]
         if unknown:
@@ -107,7 +107,7 @@ def _command(commands: Subparsers, name: str, what: str, handler: Callable[[argp
         found.typed = [name, *arguments]
         return found, unknown
 
-    # git bisect would take argparse's own exit code 2 for a verdict, and cases may stand before and after options
+    # git bisect would take argparse's own exit code 2 for a verdict
     command.error, command.parse_known_args = refuse, parse_all  # type: ignore[assignment, method-assign]
     command.set_defaults(handler=lambda arguments: _guarded(handler, arguments))
     return command
