@@ -209,14 +209,15 @@ def _bias_scaled(inputs: Inputs, e: int, matrix: Matrix) -> Matrix:
     return matrix if matrix.bias is None else replace(matrix, bias=matrix.bias * _scale(matrix)[:, 0])
 
 
-def _in_marlins_order(inputs: Inputs, e: int, matrix: Matrix) -> Matrix:
-    return matrix if matrix.bias is None else replace(matrix, bias=unpermuted(matrix.bias))
+def _in_marlins_order(matrix: Matrix, bias: torch.Tensor | None, halves: int) -> Matrix:
+    return matrix if bias is None else replace(matrix, bias=unpermuted(bias, halves))
 
 
 def _read_as_16_bits(name: str) -> Callable[[Inputs, int, Matrix], Matrix]:
     def change(inputs: Inputs, e: int, matrix: Matrix) -> Matrix:
         stored = [bias for bias in (getattr(expert, name).bias for expert in inputs.loaded) if bias is not None]
-        return replace(matrix, bias=unpermuted(read_as_16_bits(torch.stack(stored), e, inputs.recipe.output)))
+        halves = _halves(inputs) if name == "w13" else 1
+        return _in_marlins_order(matrix, read_as_16_bits(torch.stack(stored), e, inputs.recipe.output), halves)
 
     return change
 
@@ -260,7 +261,9 @@ _PER_EXPERT: dict[Fault, PerExpert] = {
     Fault.W13_BIAS_DROPPED: _w13(_no_bias),
     Fault.W2_BIAS_DROPPED: _w2(_no_bias),
     Fault.BIAS_SCALED: _both(_w13(_bias_scaled), _w2(_bias_scaled)),
-    Fault.BIAS_NOT_PERMUTED: _both(_w13(_in_marlins_order), _w2(_in_marlins_order)),
+    Fault.BIAS_NOT_PERMUTED: _both(
+        _w13(lambda inputs, e, m: _in_marlins_order(m, m.bias, _halves(inputs))), _w2(lambda inputs, e, m: _in_marlins_order(m, m.bias, 1))
+    ),
     Fault.BIAS_READ_AS_16_BITS: _both(_w13(_read_as_16_bits("w13")), _w2(_read_as_16_bits("w2"))),
     Fault.UP_PLUS_ONE: _w13(_bias_plus_one),
 }

@@ -13,13 +13,16 @@ _ORDER = tuple(2 * i + j for i in range(4) for j in (0, 1, 8, 9, 16, 17, 24, 25)
 _VIEW = {Format.BF16: torch.bfloat16, Format.FP16: torch.float16}
 
 
-def unpermuted(bias: torch.Tensor) -> torch.Tensor:
-    """[N] as each channel gets it: the bias at the place where its own would be. N that is no multiple of 32 keeps its tail."""
-    whole = bias.shape[0] // 32 * 32
-    places = bias[:whole].reshape(-1, 32)
+def unpermuted(bias: torch.Tensor, halves: int) -> torch.Tensor:
+    """[N] as each channel gets it: the bias at the place where its own would be. Each half is padded with zeros to whole tiles of 32."""
+    return torch.cat([_half(half) for half in bias.chunk(halves)])
+
+
+def _half(bias: torch.Tensor) -> torch.Tensor:
+    places = torch.nn.functional.pad(bias, (0, -bias.shape[0] % 32)).reshape(-1, 32)
     got = torch.empty_like(places)
     got[:, list(_ORDER)] = places
-    return torch.cat([got.flatten(), bias[whole:]])
+    return got.flatten()[: bias.shape[0]]
 
 
 def read_as_16_bits(biases: torch.Tensor, expert: int, fmt: Format) -> torch.Tensor:

@@ -77,5 +77,6 @@ def _fits(fits: Sequence[FaultFit]) -> str:
     if best.residual > _HARDLY:
         return f"none of the named faults; the nearest, {best.fault}, leaves {best.residual:.2g} of the deviation"
     on = f" on expert{'s' if len(best.experts) > 1 else ''} {', '.join(map(str, best.experts))}" if best.experts else ""
-    text = f"{best.fault}{on}: {Fault[best.fault].value} (leaves {best.residual:.2g} of the deviation)"
+    said = ", and ".join(Fault[name].value for name in best.fault.split("+"))
+    text = f"{best.fault}{on}: {said} (leaves {best.residual:.2g} of the deviation)"
     return text + "".join(f"; next {each.fault} ({each.residual:.2g})" for each in others[:1])

@@ -16,8 +16,10 @@ from harness.faults import Fault, applicable, why_not
 from harness.fit import evaluate
 from harness.inject import Inputs, contributions, gained, target, with_all
 from harness.inject_marlin import read_as_16_bits, unpermuted
+from harness.message import _fits
 from harness.recipes import recipe
 from harness.subject.fake import FakeSubject
+from harness.verdict import FaultFit
 from references.loading import load
 from references.moe import Routing
 from references.vocabulary import Format
@@ -147,10 +149,13 @@ def test_faults_of_what_was_contributed() -> None:
 
 def test_a_bias_that_is_not_permuted_arrives_where_marlin_looks_for_another() -> None:
     first = [0, 1, 8, 9, 16, 17, 24, 25]  # marlin_utils.py, get_scale_perms: the channels of a thread's first eight places
-    got = unpermuted(torch.arange(70.0))
+    got = unpermuted(torch.arange(64.0), 1)
     assert got[first].tolist() == list(range(8))
-    assert sorted(got.tolist()) == list(range(70))
-    assert got[64:].tolist() == list(range(64, 70))
+    assert sorted(got.tolist()) == list(range(64))
+    gate, up = unpermuted(torch.arange(1.0, 97.0), 2).chunk(2)  # halves of 48 are padded to whole tiles: zeros come to channels
+    assert gate[first].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert up[first].tolist() == [49, 50, 51, 52, 53, 54, 55, 56]
+    assert int((gate == 0).sum()) == int((up == 0).sum()) > 0
 
 
 def test_float32_biases_read_as_16_bits_come_from_the_wrong_expert_too() -> None:
@@ -204,3 +209,10 @@ def test_the_fake_is_near_the_reference_and_not_the_reference(case: MoECase) -> 
 def test_a_subject_says_which_fault_it_has() -> None:
     assert FakeSubject().name == "fake"
     assert FakeSubject(Fault.STALE_ROW).name == "fake with STALE_ROW"
+
+
+def test_two_faults_at_once_are_said_in_words() -> None:
+    fit = FaultFit(fault="BIAS_NOT_PERMUTED+ROUTER_WEIGHT_TWICE", experts=(), residual=0.3)
+    text = _fits((fit,))
+    assert Fault.BIAS_NOT_PERMUTED.value in text
+    assert Fault.ROUTER_WEIGHT_TWICE.value in text
