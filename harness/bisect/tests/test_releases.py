@@ -80,3 +80,18 @@ def test_the_release_that_mended_online_mxfp8_with_humming(
     assert rows["0.31.0"] == ["fails", f"{SCRIPT.name}: RUN_ERROR KeyError: 'weight_scale'"]
     assert rows["0.30.0"] == rows["0.31.0"]
     assert rows["0.32.0"] == ["passes", f"{SCRIPT.name}: PASS"]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_release_that_mended_one_weight_scale_an_expert(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """INT8 weights alone, per tensor: up to 0.32.0 every expert is scaled by expert 0's scale, because a [E] scale was given no stride."""
+    monkeypatch.setenv("MOEDIFF_CACHE", str(tmp_path / "cache"))
+    span = ["--good", "release:0.32.0", "--bad", "release:0.33.0", "--regress-on", "fixed", "--backend", "interpreter"]
+    assert main(["bisect", *span, "int8-tensor-none-raw-gelu_no_mul-fp16-e4k1m17h64i32-balanced-norenorm-onin"]) == Exit.GOOD
+    page = capsys.readouterr().out
+    assert page.splitlines()[0].endswith(" until 0.32.0, mended in 0.33.0"), page
+    assert "every token is bad except those of expert 0" in page
