@@ -1,0 +1,38 @@
+"""Lanes that a Hopper GPU, or what is installed beside it, cannot run: UNAVAILABLE, with what is missing."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness import preflight
+from harness.backends import Backend
+from harness.exits import Unavailable
+
+SAYS = {
+    Backend.FLASHINFER_CUTLASS: "needs the Python module flashinfer",
+    Backend.FLASHINFER_TRTLLM: "runs on sm100",
+    Backend.FLASHINFER_CUTEDSL: "runs on sm100",
+    Backend.TRITON_UNFUSED: "needs the Python module triton_kernels",
+    Backend.AITER: "runs on gfx942, gfx950, and the GPU here is sm90",
+}
+RUN = (Backend.TRITON, Backend.BATCHED_TRITON, Backend.CUTLASS, Backend.MARLIN, Backend.HUMMING, Backend.HUMMING_A8, Backend.DEEP_GEMM)
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: object())  # vLLM is installed
+    monkeypatch.setattr(preflight, "visible_gpus", lambda: ("0",))
+    monkeypatch.setattr(preflight, "compute_capability", lambda: 90)
+    monkeypatch.setattr(preflight, "importable", lambda name: name in ("humming", "vllm.third_party.deep_gemm"))
+
+
+@pytest.mark.parametrize("backend", SAYS)
+def test_what_is_missing_is_said(backend: Backend) -> None:
+    reason = preflight.why_not(backend)
+    assert isinstance(reason, Unavailable)
+    assert SAYS[backend] in str(reason)
+
+
+@pytest.mark.parametrize("backend", RUN)
+def test_the_others_run(backend: Backend) -> None:
+    assert preflight.why_not(backend) is None
