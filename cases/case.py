@@ -39,6 +39,7 @@ class MoECase:
     bias: bool = False
     renormalize: bool = True
     router_weight_on_input: bool = False  # only with top_k == 1
+    tight: bool = False  # the activation's limits are small: cases/gating.py
     routing: Routing = Routing.BALANCED
     data: Data = Data.DENSE
     seed: int = 0
@@ -112,8 +113,8 @@ class MoECase:
         parts += [f"s{self.seed}"] if self.seed else []
         return "-".join(parts)
 
-    def _flags(self) -> tuple[bool, bool, bool, bool]:
-        return (self.bias, not self.renormalize, self.router_weight_on_input, self.data is Data.LATTICE)
+    def _flags(self) -> tuple[bool, ...]:
+        return (self.bias, not self.renormalize, self.router_weight_on_input, self.tight, self.data is Data.LATTICE)
 
     @classmethod
     def from_id(cls, text: str) -> MoECase:
@@ -154,6 +155,7 @@ class MoECase:
             bias="bias" in flags,
             renormalize="norenorm" not in flags,
             router_weight_on_input="onin" in flags,
+            tight="tight" in flags,
             routing=routing,
             data=Data.LATTICE if "lattice" in flags else Data.DENSE,
             seed=seed,
@@ -164,11 +166,11 @@ class MoECase:
 
 
 _ONLINE = "online"  # stands where the checkpoint format stands: a plain checkpoint, quantized while loading
-_FLAGS = ("bias", "norenorm", "onin", "lattice")
+_FLAGS = ("bias", "norenorm", "onin", "tight", "lattice")
 _FIXED = 8
 ID_SHAPE = (
     "<weight>-<weight scale>-<act scale>-<checkpoint>-<activation>-<dtype>-e<E>k<k>m<M>h<H>i<I>-<routing>"
-    "[-bias][-norenorm][-onin][-lattice][-s<seed>]"
+    "[-bias][-norenorm][-onin][-tight][-lattice][-s<seed>]"
 )
 
 

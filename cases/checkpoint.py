@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from cases.axes import Data, Origin
 from cases.checkpoint_packed import write_gpt_oss, write_projection
 from cases.configs import quantization_config
@@ -14,8 +16,6 @@ from cases.packed import is_packed
 from references.vocabulary import CheckpointFormat, Layout
 
 if TYPE_CHECKING:
-    import torch
-
     from cases.case import MoECase
     from references.moe import Expert, Projection
 
@@ -47,12 +47,20 @@ def write(case: MoECase, experts: tuple[Expert, ...]) -> Checkpoint:
     """Experts in the case's checkpoint format: names, shapes and config of vLLM 0.33.0's readers of that format."""
     if case.checkpoint is CheckpointFormat.GPT_OSS:
         return Checkpoint(tensors=write_gpt_oss(case, experts), quantization_config=quantization_config(case))
+    if case.activation.interleaved:
+        return Checkpoint(tensors=write_interleaved(experts), quantization_config=None)
     tensors: dict[str, torch.Tensor] = {}
     for index, expert in enumerate(experts):
         for name, projection in (("gate_proj", expert.gate), ("up_proj", expert.up), ("down_proj", expert.down)):
             if projection is not None:
                 _write_projection(case, f"{index}.{name}", projection, tensors)
     return Checkpoint(tensors=tensors, quantization_config=quantization_config(case))
+
+
+def write_interleaved(experts: tuple[Expert, ...]) -> dict[str, torch.Tensor]:
+    """Hidden-dtype weights of all experts in one tensor: ``gate_up_proj`` [E, 2I, H], gate and up rows in turn; ``down_proj`` [E, H, I]."""
+    rows = [torch.stack((e.gate.codes, e.up.codes), 1).flatten(0, 1) for e in experts if e.gate is not None]
+    return {"gate_up_proj": torch.stack(rows), "down_proj": torch.stack([e.down.codes for e in experts])}
 
 
 def _write_projection(case: MoECase, prefix: str, projection: Projection, tensors: dict[str, torch.Tensor]) -> None:

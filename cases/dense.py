@@ -38,7 +38,13 @@ _INTERMEDIATE = {
     Activation.SILU_NO_MUL: (0.8, 8.0),
     Activation.GELU_NO_MUL: (0.95, 8.0),
     Activation.RELU2_NO_MUL: (2.8, 60.0),
+    Activation.GELU_TANH_NO_MUL: (0.95, 8.0),
+    Activation.SWIGLUOAI: (1.7, 36.0),
+    Activation.SWIGLUOAI_UNINTERLEAVE: (1.7, 36.0),
+    Activation.SWIGLUSTEP: (1.3, 36.0),
+    Activation.SITU: (1.1, 36.0),
 }
+_TIGHTENS = 2  # what small limits take from the intermediate's rms
 _INPUT_PEAK = 4.5  # of 6.9 possible for a token of rms 2: a few inputs saturate
 _QUANT_MAX = {Format.INT8: 127.0, Format.E4M3FN: 448.0, Format.E2M1: 6.0}
 _BIAS_STEPS = 128  # mantissas that bf16, and so every hidden dtype, holds exactly
@@ -151,7 +157,7 @@ def _targets(case: MoECase) -> dict[str, torch.Tensor]:
     target = {
         "gate_proj": _PRE_ACTIVATION_RMS * gate,
         "up_proj": _PRE_ACTIVATION_RMS / gate,
-        "down_proj": torch.full_like(gate, 1 / _INTERMEDIATE[case.activation][0]),
+        "down_proj": torch.full_like(gate, (_TIGHTENS if case.tight else 1) / _INTERMEDIATE[case.activation][0]),
     }
     return {name: target[name] for name in case.projections}
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from functools import cache
+from itertools import product
 from typing import NamedTuple, cast
 
 from cases import packed
@@ -78,9 +80,37 @@ SCHEMES: tuple[Scheme, ...] = (
 )
 
 PACKED_SCHEMES: tuple[Scheme, ...] = (
-    *(Scheme(weight, group, act, stored) for (weight, group, act), files in packed.SCHEMES.items() for stored in sorted(files - {_RAW})),
+    *(
+        Scheme(weight, group, act, stored)
+        for (weight, group, act), files in packed.SCHEMES.items()
+        for stored in sorted(files - {_RAW, CheckpointFormat.GPT_OSS})
+    ),
     *(Scheme(weight, group, act, _PLAIN, Origin.ONLINE) for (weight, group), act in packed.ONLINE.items()),
     Scheme(_E4M3, _TENSOR, _STATIC, CheckpointFormat.MODELOPT),
+)
+
+# where activations with parameters are asked: one scheme for each way to the activation and on from it
+PARAMETER_SCHEMES: tuple[Scheme, ...] = (
+    Scheme(None, Layout.NONE, _NO_ACT, _PLAIN, Origin.UNQUANTIZED),
+    Scheme(_INT8, _CHANNEL, _DYN_TOKEN, _CT),
+    Scheme(_E4M3, _CHANNEL, _DYN_TOKEN, _CT),
+    Scheme(_E4M3, _BLOCK, _DYN_GROUP, _CT),
+    Scheme(Format.UINT4, Layout.GROUP32, _NO_ACT, _CT),
+    Scheme(Format.E2M1, Layout.GROUP16, ActScale.DYNAMIC_GROUP16, CheckpointFormat.MODELOPT),
+)
+PARAMETERS: tuple[tuple[Activation, bool], ...] = (  # small limits or not
+    (Activation.GELU_TANH_NO_MUL, False),
+    (Activation.SILU, True),
+    (Activation.SWIGLUOAI_UNINTERLEAVE, False),
+    (Activation.SWIGLUOAI_UNINTERLEAVE, True),
+    (Activation.SWIGLUSTEP, False),
+    (Activation.SITU, False),
+    (Activation.SITU, True),
+)
+INTERLEAVED_SCHEMES: tuple[Scheme, ...] = (
+    Scheme(None, Layout.NONE, _NO_ACT, _PLAIN, Origin.UNQUANTIZED),
+    Scheme(_E4M3, _CHANNEL, _DYN_TOKEN, _PLAIN, Origin.ONLINE),
+    Scheme(Format.E2M1, Layout.GROUP32, _NO_ACT, CheckpointFormat.GPT_OSS),
 )
 
 # Small enough for an interpreter, odd enough to show tails: H, I and M beside the tiles of 16, 64 and 128
@@ -162,6 +192,7 @@ def _smoke() -> Iterator[Pair]:
     axes = (schemes, PACKED_SMOKE_SIZES, _PACKED_ACTIVATIONS, _HALVES, _BIAS, tuple(RouterWeights), _PACKED_ROUTINGS)
     for row in covering(axes, _allowed):
         yield from _doors(_case(row))
+    yield from _parameters(PACKED_SMOKE_SIZES, each=False)
     yield from _named(SMOKE_BOUNDARIES)
 
 
@@ -171,6 +202,7 @@ def _nightly() -> Iterator[Pair]:
         yield from _within(scheme, NIGHTLY_SIZES, seed=0)
     for scheme in PACKED_SCHEMES:
         yield from _within(scheme, PACKED_NIGHTLY_SIZES, seed=0)
+    yield from _parameters(PACKED_NIGHTLY_SIZES, each=True)
     yield from _named(NIGHTLY_BOUNDARIES)
 
 
@@ -182,10 +214,22 @@ def _deep() -> Iterator[Pair]:
         yield from _within(scheme, PACKED_SMOKE_SIZES + PACKED_NIGHTLY_SIZES + DEEP_SIZES, seed=1)
 
 
+def _parameters(sizes: Sequence[Size], *, each: bool) -> Iterator[Pair]:
+    """Activations with parameters in every scheme that may have them, in every size or in one; the other axes take turns."""
+    asked = [*product(PARAMETER_SCHEMES, PARAMETERS), *product(INTERLEAVED_SCHEMES, [(Activation.SWIGLUOAI, False)])]
+    for turn, (scheme, (activation, tight)) in enumerate(asked):
+        stacked = activation is Activation.SWIGLUOAI
+        dtypes = _HALVES if scheme.checkpoint is not CheckpointFormat.GPT_OSS else _HALVES[:1]
+        for number, size in enumerate(sizes if each else sizes[turn % len(sizes) :][:1], turn):
+            bias = number % 2 == 1 and (not stacked or scheme.checkpoint is CheckpointFormat.GPT_OSS)
+            weights = RouterWeights.RENORMALIZED if number % 3 else RouterWeights.SOFTMAX
+            case = _case((scheme, size, activation, dtypes[number % len(dtypes)], bias, weights, Routing.BALANCED))
+            yield from _doors(replace(case, tight=tight))
+
+
 def _within(scheme: Scheme, sizes: Sequence[Size], seed: int) -> Iterator[Pair]:
     dtypes = tuple(dtype for dtype in _DTYPES if _allowed(0, scheme, _DTYPE_AXIS, dtype))
-    activations = tuple(activation for activation in _ACTIVATIONS if _allowed(0, scheme, _DTYPE_AXIS - 1, activation))
-    axes = ((scheme,), sizes, activations, dtypes, *_AXES[2:])
+    axes = ((scheme,), sizes, *_AXES[:1], dtypes, *_AXES[2:])
     for row in covering(axes, _allowed):
         yield from _doors(_case(row, seed))
 
@@ -206,7 +250,7 @@ def _case(row: Sequence[Hashable], seed: int = 0) -> MoECase:
     hidden, intermediate = size.hidden, size.intermediate
     if scheme.weight_scale is Layout.BLOCK128 and scheme.origin is Origin.PREQUANTIZED:
         hidden, intermediate = -(-hidden // 128) * 128, -(-intermediate // 128) * 128
-    if scheme in _PACKED:
+    if scheme in _PACKED or scheme.checkpoint is CheckpointFormat.GPT_OSS:
         hidden, intermediate = (packed.rounded(scheme.weight_scale, scheme.act_scale, side) for side in (hidden, intermediate))
     return MoECase(
         experts=size.experts,
@@ -234,10 +278,6 @@ def _allowed(axis: int, value: Hashable, later: int, other: Hashable) -> bool:
     match (value, other):
         case (Scheme(origin=Origin.ONLINE), Format.FP32):
             return False
-        case (Scheme(checkpoint=CheckpointFormat.GPT_OSS), Format.FP16 | Format.FP32):
-            return False
-        case (Scheme(checkpoint=CheckpointFormat.GPT_OSS), Activation() as activation):
-            return activation.gated
         case (Scheme() as scheme, Format.FP32):
             return scheme not in _PACKED
         case (Size() as size, RouterWeights.ON_INPUT):

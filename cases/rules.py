@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from cases import packed
+from cases import gating, packed
 from cases.axes import ActScale, Data, Entry, InvalidCase, Origin, Routing
 from references.vocabulary import CheckpointFormat, Format, Layout
 
@@ -39,7 +39,7 @@ def entry_takes(case: MoECase, entry: Entry) -> bool:
     anything already quantized, and anything unquantized, may come in by it.
     """
     if entry is Entry.FUSED_EXPERTS:
-        return case.origin is not Origin.ONLINE and not packed.is_packed(case)
+        return case.origin is not Origin.ONLINE and not packed.is_packed(case) and not gating.with_parameters(case)
     if case.checkpoint is CheckpointFormat.RAW:
         return False
     takes_fp32 = case.origin is Origin.UNQUANTIZED or case.checkpoint is CheckpointFormat.COMPRESSED_TENSORS
@@ -51,8 +51,11 @@ def _problems(case: MoECase) -> Iterator[str]:
     if not case.dtype.is_float16_or_wider:
         yield f"hidden dtype must be fp32, bf16 or fp16, got {case.dtype}"
     yield from {Origin.UNQUANTIZED: _unquantized, Origin.ONLINE: _online, Origin.PREQUANTIZED: _prequantized}[case.origin](case)
+    yield from gating.problems(case)
     if packed.is_packed(case) and case.data is Data.LATTICE:
         yield f"the lattice is not laid out for {case.weight} {case.weight_scale}"
+    if gating.with_parameters(case) and case.data is Data.LATTICE:
+        yield f"the lattice is not laid out for {case.activation} with limits"
     if case.router_weight_on_input and case.top_k != 1:
         yield f"router weight on input needs top_k == 1, got {case.top_k}"
     if case.routing is Routing.ONE_EACH and case.experts == case.top_k and case.tokens > 1:

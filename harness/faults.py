@@ -80,6 +80,7 @@ class Fault(Enum):
     BIAS_NOT_PERMUTED = "biases are read in Marlin's order, in which they are not stored"
     BIAS_READ_AS_16_BITS = "biases are stored in float32, and read as 16-bit numbers in Marlin's order"
     WRONG_ACTIVATION = "another activation function"
+    LIMITS_IGNORED = "gate and up are not clamped"
     UP_PLUS_ONE = "act(gate) is multiplied by up + 1 (swigluoai's product)"
     EXPERT_GAIN_1_008 = "one expert's contribution is 1.008 times what it should be"
     CHANNEL_GAIN_1_05 = "one output channel of one expert is 1.05 times what it should be"
@@ -285,7 +286,8 @@ _RULES: dict[Fault, tuple[Rule, ...]] = {
     Fault.BIAS_NOT_PERMUTED: (_BIAS, _marlin),
     Fault.BIAS_READ_AS_16_BITS: (_BIAS, _marlin),
     Fault.WRONG_ACTIVATION: (),
-    Fault.UP_PLUS_ONE: (_GATED,),
+    Fault.LIMITS_IGNORED: (_needs(lambda case: case.tight, "the activation has no limits that many values cross"),),
+    Fault.UP_PLUS_ONE: (_GATED, _needs(lambda case: not case.tight, "up is clamped to less than one more than it is")),
     Fault.EXPERT_GAIN_1_008: (),
     Fault.CHANNEL_GAIN_1_05: (),
 }

@@ -18,7 +18,7 @@ from references.moe import Expert, Projection, Routing
 from references.quantize import quantize_activations
 from references.routing import route
 from references.scales import GROUP, over_columns
-from references.vocabulary import Activation, Layout, Recipe, Rounding, W13Merge
+from references.vocabulary import Activation, Layout, Recipe, Rounding, Swiglu, W13Merge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,14 +327,14 @@ def _renormalize_flipped(inputs: Inputs) -> Inputs:
     return replace(inputs, routing=flipped, renormalize=not inputs.renormalize)
 
 
-_OTHER_ACTIVATION = {
-    Activation.SILU: Activation.GELU,
-    Activation.GELU: Activation.SILU,
-    Activation.GELU_TANH: Activation.SILU,
-    Activation.SILU_NO_MUL: Activation.GELU_NO_MUL,
-    Activation.GELU_NO_MUL: Activation.SILU_NO_MUL,
-    Activation.RELU2_NO_MUL: Activation.SILU_NO_MUL,
-}
+def _other_activation(activation: Activation) -> Activation:
+    if activation.gated:
+        return Activation.SILU if activation in (Activation.GELU, Activation.GELU_TANH) else Activation.GELU
+    return Activation.GELU_NO_MUL if activation is Activation.SILU_NO_MUL else Activation.SILU_NO_MUL
+
+
+def _without_limits(swiglu: Swiglu | None) -> Swiglu:
+    return replace(swiglu or Swiglu(), limit=None, linear=None)
 
 
 def _weighted_again(inputs: Inputs) -> Inputs:
@@ -354,7 +354,10 @@ _BEFORE: dict[Fault, Callable[[Inputs], Inputs]] = {
     Fault.ROUTER_WEIGHT_DROPPED: _rerouted(lambda routing, experts: replace(routing, topk_weights=torch.ones_like(routing.topk_weights))),
     Fault.ROUTER_WEIGHT_TWICE_ON_INPUT: _weighted_again,
     Fault.RENORMALIZE_FLIPPED: _renormalize_flipped,
-    Fault.WRONG_ACTIVATION: lambda inputs: replace(inputs, activation=_OTHER_ACTIVATION[inputs.activation]),
+    Fault.WRONG_ACTIVATION: lambda inputs: replace(
+        inputs, activation=_other_activation(inputs.activation), recipe=replace(inputs.recipe, swiglu=None)
+    ),
+    Fault.LIMITS_IGNORED: lambda inputs: replace(inputs, recipe=replace(inputs.recipe, swiglu=_without_limits(inputs.recipe.swiglu))),
 }
 
 # ------------------------------------------------------------------------------------------------------- what was contributed

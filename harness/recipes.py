@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cases.case import ActScale, Entry, MoECase, Origin
+from cases.gating import swiglu
 from cases.packed import is_packed
 from harness.architectures import requested
 from harness.backends import SPECS, Backend, declared_refusal, experts_expected, runs_default
@@ -31,6 +32,8 @@ from references.vocabulary import (
     WeightQuant,
 )
 
+# act(g) is rounded before the product everywhere else: csrc activation_kernels.cu
+_ALL_FP32 = (Activation.SWIGLUOAI, Activation.SWIGLUSTEP, Activation.SITU)
 _FP8_TOKEN_FLOOR = 1.0 / (448.0 * 512.0)  # csrc quantization/w8a8/fp8: min_scaling_factor
 _PACKED = frozenset({"TritonWNA16Experts", "Nvfp4QuantizationEmulationTritonExperts"})
 _BLOCK_CAST_AMAX_FLOOR = 1e-4  # utils/deep_gemm.py::per_block_cast_to_fp8
@@ -150,7 +153,7 @@ def _triton(case: MoECase, entry: Entry, backend: Backend) -> Recipe:
     if ue8m0 and act is not None:
         act = replace(act, power_of_two=True)
     fused = not legacy and case.weight is Format.E4M3FN and case.weight_scale is Layout.BLOCK128 and case.activation is Activation.SILU
-    fused = fused and not ue8m0
+    fused = fused and not ue8m0 and not case.tight
     on_input = RouterWeight.GEMM1 if legacy else RouterWeight.INPUT
     per_tensor_halves = case.weight_scale is Layout.TENSOR and case.activation.gated and case.origin is Origin.PREQUANTIZED
     return Recipe(
@@ -160,7 +163,8 @@ def _triton(case: MoECase, entry: Entry, backend: Backend) -> Recipe:
         a2=replace(act, scale_floor=_FP8_TOKEN_FLOOR, quotient=Quotient.DIVIDE) if fused and act is not None else act,
         compute=(Format.BF16, case.dtype) if through_bf16 else (case.dtype,),
         activation_store=Format.FP32 if fused else case.dtype,
-        gate_store=case.dtype if case.activation.gated and not fused else None,  # csrc activation_kernels.cu: act(g) is rounded first
+        gate_store=case.dtype if case.activation.gated and not fused and case.activation not in _ALL_FP32 else None,
+        swiglu=swiglu(case),
         output=case.dtype,
         accumulator=_accumulator(case, act, backend),
         router_weight=on_input if case.router_weight_on_input else RouterWeight.GEMM2,

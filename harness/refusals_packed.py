@@ -13,7 +13,7 @@ from cases.case import ActScale, Entry, MoECase, Origin
 from cases.packed import INTEGERS, is_packed
 from harness.installed import compute_capability
 from harness.refusals import Refusal
-from references.vocabulary import CheckpointFormat, Format, Layout
+from references.vocabulary import Activation, CheckpointFormat, Format, Layout
 
 
 class Family(StrEnum):
@@ -114,6 +114,8 @@ def _asymmetric_ct(case: MoECase, *weights: Format) -> bool:
     return case.checkpoint is CheckpointFormat.COMPRESSED_TENSORS and case.weight in weights
 
 
+_INTERPRETED = "'Tensor' object has no attribute 'untyped_storage'"  # the layer loads; its first forward raises
+
 # when it applies, vLLM's words, the reason, whether vLLM gives a reason itself
 _LINES: tuple[tuple[When, str, str, bool], ...] = (
     (
@@ -149,6 +151,12 @@ _LINES: tuple[tuple[When, str, str, bool], ...] = (
     # Triton
     (lambda c, lane: lane in _TRITON and _channel(c), "AssertionError", "Triton's WNA16 kernel has group scales only", False),
     (
+        lambda c, lane: lane in _TRITON and family(c) is Family.WNA16 and c.activation is Activation.SITU,
+        "does not support MoEActivation",
+        "Triton's WNA16 experts do not know situ",
+        True,
+    ),
+    (
         lambda c, lane: lane in _TRITON and _asymmetric_ct(c, Format.UINT8),
         "does not support quantization scheme",
         "Triton's WNA16 experts do not take 8 bits with zero points from compressed-tensors",
@@ -161,7 +169,13 @@ _LINES: tuple[tuple[When, str, str, bool], ...] = (
         True,
     ),
     (
-        lambda c, lane: lane in _TRITON and family(c) is Family.MXFP4 and not _ct_mxfp4(c),
+        lambda c, lane: lane == "interpreter" and c.activation is Activation.SWIGLUOAI and family(c) is Family.MXFP4,
+        _INTERPRETED,
+        "Triton's interpreter does not take the tensors that triton_kernels wraps",
+        False,
+    ),
+    (
+        lambda c, lane: lane in _TRITON and family(c) is Family.MXFP4 and not _ct_mxfp4(c) and c.activation is not Activation.SWIGLUOAI,
         "does not support (MoEActivation|no act_and_mul|activation)",
         "triton_kernels' fused experts know swigluoai only",
         True,
@@ -243,7 +257,7 @@ def refusal(case: MoECase, lane: str) -> Refusal | None:
     """The declared refusal of a packed case at the layer, None where the lane claims it."""
     for applies, says, reason, reasoned in _LINES:
         if applies(case, lane):
-            return Refusal(reason=reason, says=says, applies=_at_layer, reasoned=reasoned)
+            return Refusal(reason=reason, says=says, applies=_at_layer, reasoned=reasoned, at_run=says == _INTERPRETED)
     return None
 
 

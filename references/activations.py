@@ -45,7 +45,10 @@ _FUNCTION: dict[Activation, Function] = {
     Activation.GELU_NO_MUL: gelu,
     Activation.GELU_TANH: gelu_tanh,
     Activation.RELU2_NO_MUL: relu2,
+    Activation.GELU_TANH_NO_MUL: gelu_tanh,
 }
+SIMPLE = tuple(_FUNCTION)
+"""Activations without parameters; the others are in references/gating.py."""
 
 # Where each function has its only interior extremum, a minimum: silu'(x) = 0 at x = -(1 + W(1/e)); the gelus by Newton's method in
 # float64, re-derived in tests. relu2 is monotone.

@@ -349,9 +349,9 @@ def activation_interval(activation: Activation, x: Interval) -> Interval:
             return _where_silu_is_known(x, widen(Interval(low, high), *errors))
         case Activation.GELU | Activation.GELU_NO_MUL:
             errors = [GELU_ABSOLUTE * farthest / 2.0 + GELU_RELATIVE * end.abs() for end in (low, high)]
-        case Activation.GELU_TANH:
+        case Activation.GELU_TANH | Activation.GELU_TANH_NO_MUL:
             errors = [GELU_TANH_ABSOLUTE * farthest / 2.0 + GELU_RELATIVE * end.abs() for end in (low, high)]
-        case Activation.RELU2_NO_MUL:  # max and a product: one rounding, that of the store
+        case _:  # relu2, max and a product: one rounding, that of the store
             return Interval(low, high)
     return widen(Interval(low, high), *errors)
 

@@ -9,7 +9,7 @@ quantized, a scale that multiplies the decoded codes:
 - raw: ``.weight_scale``, any of these shapes
 
 Static activation scales are ``.input_scale`` ([] or [1]), biases ``.bias`` [N]. ModelOpt's FP8 is as vLLM's own. Packed and microscaled
-formats: references/checkpoint_packed.py.
+formats: references/checkpoint_packed.py. Interleaved activations: all experts in one tensor, see ``_read_interleaved``.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ def read_experts(
     """
     if checkpoint is CheckpointFormat.GPT_OSS:
         return read_gpt_oss(tensors, experts)
+    if "gate_up_proj" in tensors:
+        return _read_interleaved(tensors, experts, weight)
     read = read_projection if is_packed(checkpoint, weight, layout, tensors) else _projection
     return tuple(
         Expert(
@@ -79,3 +81,13 @@ def read_experts(
         )
         for e in range(experts)
     )
+
+
+def _read_interleaved(tensors: Mapping[str, torch.Tensor], experts: int, weight: Format) -> tuple[Expert, ...]:
+    """``gate_up_proj`` [E, 2I, H], gate and up rows in turn, and ``down_proj`` [E, H, I], unquantized."""
+    both, down = get(tensors, "gate_up_proj", torch_dtype(weight)), get(tensors, "down_proj", torch_dtype(weight))
+
+    def projection(codes: torch.Tensor) -> Projection:
+        return Projection(codes=codes, format=weight, layout=Layout.NONE)
+
+    return tuple(Expert(gate=projection(both[e, ::2]), up=projection(both[e, 1::2]), down=projection(down[e])) for e in range(experts))

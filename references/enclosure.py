@@ -23,10 +23,11 @@ from references.bounds import (
     times,
 )
 from references.formats import limits, round_to
+from references.gating import gated_interval, has_parameters
 from references.loading import LoadedExpert, Matrix
 from references.microscaling import nvfp4, nvfp4_hull
 from references.moe import Routing, reads_tf32, static_rows
-from references.vocabulary import Accumulator, Activation, ActQuant, Epilogue, Format, Recipe, RouterWeight
+from references.vocabulary import Accumulator, Activation, ActQuant, Epilogue, Format, Recipe, RouterWeight, Swiglu
 
 Trace = Callable[[str, Interval], None]  # told what each step made, by name, before the rounding that stores it
 
@@ -168,6 +169,10 @@ def _activated(h13: Interval, activation: Activation, recipe: Recipe, trace: Tra
         return store(act, recipe.activation_store)
     half = h13.low.shape[1] // 2
     gate, up = (h13[:, :half], h13[:, half:])
+    if has_parameters(activation, recipe.swiglu):
+        product = gated_interval(activation, recipe.swiglu or Swiglu(), gate, up, recipe.gate_store)
+        trace("gate times up", product)
+        return store(product, recipe.activation_store)
     act = activation_interval(activation, gate)
     trace("the activation", act)
     act = store(act, recipe.gate_store or Format.FP32)

@@ -10,9 +10,10 @@ import torch
 from references.accumulators import tf32
 from references.activations import function
 from references.formats import round_to
+from references.gating import gated, has_parameters
 from references.microscaling import nvfp4
 from references.quantize import quantize_activations
-from references.vocabulary import Accumulator, Activation, ActQuant, Epilogue, Format, Layout, Recipe, RouterWeight
+from references.vocabulary import Accumulator, Activation, ActQuant, Epilogue, Format, Layout, Recipe, RouterWeight, Swiglu
 
 if TYPE_CHECKING:
     from references.loading import LoadedExpert, Matrix
@@ -178,9 +179,10 @@ def _stored(product: torch.Tensor, matrix: Matrix, recipe: Recipe) -> torch.Tens
 
 
 def _activated(h13: torch.Tensor, activation: Activation, recipe: Recipe) -> torch.Tensor:
-    act = function(activation)
     if not activation.gated:
-        return act(h13)
+        return function(activation)(h13)
     gate, up = h13.chunk(2, 1)
-    gate = act(gate)
+    if has_parameters(activation, recipe.swiglu):
+        return gated(activation, recipe.swiglu or Swiglu(), gate, up, recipe.gate_store)
+    gate = function(activation)(gate)
     return (gate if recipe.gate_store is None else round_to(gate, recipe.gate_store)) * up

@@ -70,11 +70,36 @@ class Activation(StrEnum):
     SILU_NO_MUL = "silu_no_mul"
     GELU_NO_MUL = "gelu_no_mul"
     RELU2_NO_MUL = "relu2_no_mul"
+    GELU_TANH_NO_MUL = "gelu_tanh_no_mul"
+    SWIGLUOAI = "swigluoai"  # gate and up rows in turn
+    SWIGLUOAI_UNINTERLEAVE = "swigluoai_uninterleave"
+    SWIGLUSTEP = "swiglustep"
+    SITU = "situ"
 
     @property
     def gated(self) -> bool:
         """True when w13 holds gate and up rows (2*I), False when it holds I rows."""
         return not self.value.endswith("_no_mul")
+
+    @property
+    def interleaved(self) -> bool:
+        """True when the rows of w13 are gate 0, up 0, gate 1, up 1, ..."""
+        return self is Activation.SWIGLUOAI
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swiglu:
+    """What a model's configuration adds to act(gate) * up; references/gating.py says which activation uses what.
+
+    limit: clamps gate (or act(gate)) from above and up on both sides. alpha: gate * sigmoid(alpha * gate). beta: added to up.
+    situ, linear: gate and up softly clipped, situ * tanh(gate / situ), linear * tanh(up / linear).
+    """
+
+    limit: float | None = None
+    alpha: float = 1.0
+    beta: float = 0.0
+    situ: float | None = None
+    linear: float | None = None
 
 
 class CheckpointFormat(StrEnum):
@@ -197,6 +222,7 @@ class Recipe:
     activation_store: Format  # dtype of act(g)*u before a2
     output: Format
     accumulator: Accumulator
+    swiglu: Swiglu | None = None  # limits, slopes and offsets of the activation
     gate_store: Format | None = None  # act(g) is rounded to this before it multiplies u; None: act(g)*u rounds once
     router_weight: RouterWeight = RouterWeight.GEMM2
     router_weight_exact: bool = False  # the fp32 router weights are given (direct entry), not computed by vLLM's router

@@ -103,6 +103,7 @@ def test_an_all_zero_expert_is_somewhere_routed_to() -> None:
         case
         for case in SMOKE
         if not is_packed(case)
+        and not case.activation.interleaved
         and (zero := zero_expert(case)) is not None
         and bool((route(make_batch(case).router_logits, case.top_k, True).topk_ids == zero).any())
         and not bool(checkpoint(case).tensors[f"{zero}.down_proj.weight"].float().any())

@@ -12,8 +12,11 @@ from cases.bits import bell, distinct_fp32, grid, permutation
 from cases.case import Level, MoECase, Origin
 from cases.checkpoint import make_checkpoint
 from cases.dense import dense_experts
+from cases.gating import swiglu
 from cases.generate import cases
+from cases.roles import zero_expert
 from references.formats import decode
+from references.gating import gated
 from references.moe import Projection
 from references.routing import route
 from references.vocabulary import Activation, Format, Layout
@@ -24,6 +27,7 @@ ACT: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.GELU: torch.nn.functional.gelu,
     Activation.GELU_NO_MUL: torch.nn.functional.gelu,
     Activation.GELU_TANH: torch.nn.functional.gelu,
+    Activation.GELU_TANH_NO_MUL: torch.nn.functional.gelu,
     Activation.RELU2_NO_MUL: lambda value: value.relu().square(),
 }
 WIDE = [case for case in cases(Level.SMOKE) if case.tokens >= 17 and case.experts >= 4]
@@ -54,7 +58,13 @@ def run(case: MoECase) -> tuple[torch.Tensor, torch.Tensor]:
     x, out, peak = batch.hidden_states.double(), torch.zeros(case.tokens, case.hidden, dtype=torch.float64), torch.zeros(())
     for index, expert in enumerate(dense_experts(dataclasses.replace(case, bias=False))):
         up = x @ weight(expert.up).T
-        middle = ACT[case.activation](up) if expert.gate is None else ACT[case.activation](x @ weight(expert.gate).T) * up
+        given = swiglu(case)
+        if expert.gate is None:
+            middle = ACT[case.activation](up)
+        elif given is not None:
+            middle = gated(case.activation, given, x @ weight(expert.gate).T, up, None)
+        else:
+            middle = ACT[case.activation](x @ weight(expert.gate).T) * up
         share = torch.where(routing.topk_ids == index, routing.topk_weights, 0).sum(1, keepdim=True)
         out += share * (middle @ weight(expert.down).T)
         peak = torch.maximum(peak, middle.abs().max())
@@ -134,3 +144,20 @@ def test_grids_and_nudged_scales_hold_no_value_twice() -> None:
     assert moved.unique().numel() == values.numel()
     assert torch.equal(moved.flatten().argsort(), values.to(torch.float32).flatten().argsort(stable=True))
     assert float((moved.double() / values - 1).abs().max()) < 4000 * 2.0**-23
+
+
+TIGHT = [case for case in cases(Level.NIGHTLY) if case.tight]
+
+
+@pytest.mark.parametrize("case", [case for case in TIGHT if case.tokens >= 17], ids=ids)
+def test_inputs_cross_small_limits_on_both_signs(case: MoECase) -> None:
+    given = swiglu(case)
+    assert given is not None
+    limit = given.limit or given.linear
+    assert limit is not None
+    x = make_batch(case).hidden_states.double()
+    live = [expert for index, expert in enumerate(dense_experts(case)) if index != zero_expert(case)]
+    up = torch.stack([x @ weight(expert.up).T for expert in live])
+    gate = torch.stack([x @ weight(expert.gate).T for expert in live if expert.gate is not None])
+    for beyond in (up > limit, up < -limit, gate > (given.situ or limit), gate < -1.0):
+        assert 0.002 < float(beyond.double().mean()) < 0.4

@@ -126,7 +126,8 @@ def test_one_numbers_in_every_file_that_holds_them() -> None:
     for (weight, layout, act), files in packed.SCHEMES.items():
         found = []
         for stored in sorted(files - {CheckpointFormat.RAW}):
-            case = MoECase.from_id(f"{weight}-{layout}-{act}-{stored}-silu-bf16-e3k2m8h256i256-balanced")
+            activation = "swigluoai" if stored is CheckpointFormat.GPT_OSS else "silu"
+            case = MoECase.from_id(f"{weight}-{layout}-{act}-{stored}-{activation}-bf16-e3k2m8h256i256-balanced")
             found.append(dense_experts(case))
         for other in found[1:]:
             for left, right in zip(found[0], other, strict=True):
@@ -161,7 +162,7 @@ def test_what_no_file_holds_is_named(text: str, says: str) -> None:
 
 
 def test_microscaled_layers_take_halves() -> None:
-    case = MoECase.from_id("e2m1-group32-none-gptoss-silu-bf16-e4k2m8h128i64-balanced")
+    case = MoECase.from_id("e2m1-group32-none-gptoss-swigluoai-bf16-e4k2m8h128i64-balanced")
     with pytest.raises(InvalidCase, match="gptoss checkpoints take bf16"):
         dataclasses.replace(case, dtype=Format.FP16)
     assert case.act_scale is ActScale.NONE

@@ -24,6 +24,7 @@ from references.vocabulary import (
     Recipe,
     Rounding,
     RouterWeight,
+    Swiglu,
     W13Merge,
     WeightQuant,
 )
@@ -242,14 +243,33 @@ def _gemm(codes: torch.Tensor, a_scale: torch.Tensor, matrix: Matrix, weight: to
 def _act(activation: Activation, x: torch.Tensor) -> torch.Tensor:
     functional = torch.nn.functional
     match activation:
-        case Activation.SILU | Activation.SILU_NO_MUL:
+        case Activation.SILU | Activation.SILU_NO_MUL | Activation.SWIGLUSTEP:
             return x / (1.0 + torch.exp(-x))
         case Activation.GELU | Activation.GELU_NO_MUL:
             return functional.gelu(x)
-        case Activation.GELU_TANH:
+        case Activation.GELU_TANH | Activation.GELU_TANH_NO_MUL:
             return functional.gelu(x, approximate="tanh")
         case Activation.RELU2_NO_MUL:
             return functional.relu(x).square()
+        case _:
+            raise ValueError(f"{activation} is a product")
+
+
+def _gated(activation: Activation, swiglu: Swiglu, gate: torch.Tensor, up: torch.Tensor, gate_store: Format | None) -> torch.Tensor:
+    """float32; swiglu's limits, slopes and offsets where the activation has them."""
+    if swiglu.limit is not None:
+        up = torch.minimum(torch.maximum(up, torch.tensor(-swiglu.limit)), torch.tensor(swiglu.limit))
+    if activation is Activation.SITU:
+        beta = swiglu.situ or 1.0
+        act = beta * torch.tanh(gate / beta) / (1.0 + torch.exp(-gate))
+        up = up if swiglu.linear is None else swiglu.linear * torch.tanh(up / swiglu.linear)
+    elif activation is Activation.SWIGLUSTEP:
+        act = _act(activation, gate)
+        act = act if swiglu.limit is None else act.clamp_max(swiglu.limit)
+    else:
+        gate = gate if swiglu.limit is None else gate.clamp_max(swiglu.limit)
+        act = gate / (1.0 + torch.exp(-swiglu.alpha * gate))
+    return (act if gate_store is None else cast(act, gate_store)) * (up + swiglu.beta)
 
 
 def route(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> Routing:
@@ -284,8 +304,11 @@ def forward(
     h13 = experts_gemm(x, recipe.a1, "w13", recipe.router_weight is RouterWeight.GEMM1)
     if activation.gated:
         gate, up = h13.chunk(2, 1)
-        gate = _act(activation, gate)
-        middle = (gate if recipe.gate_store is None else cast(gate, recipe.gate_store)) * up
+        if recipe.swiglu is not None:
+            middle = _gated(activation, recipe.swiglu, gate, up, recipe.gate_store)
+        else:
+            gate = _act(activation, gate)
+            middle = (gate if recipe.gate_store is None else cast(gate, recipe.gate_store)) * up
     else:
         middle = _act(activation, h13)
     middle = cast(middle, recipe.activation_store)

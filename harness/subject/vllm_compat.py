@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from harness.subject import SubjectUnavailable
+from references.vocabulary import Swiglu
 
 _MOE = "vllm.model_executor.layers.fused_moe"
 _QUANT = "vllm.model_executor.layers.quantization"
@@ -66,6 +67,7 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
 _WORDS = ("auto_gptq", "gptq_marlin", "auto_awq", "awq_marlin", "moe_wna16")
 _CLAIMANTS = (*_WORDS, "modelopt", "modelopt_fp4", "modelopt_mxfp8", "gpt_oss_mxfp4")
 
+_BUILT_IN = ("swigluoai", "swiglustep")
 LAYER_ARGUMENTS = ("num_experts", "top_k", "hidden_size", "intermediate_size", "quant_config", "prefix", "activation")
 ARCHITECTURE = "MoediffForCausalLM"
 
@@ -255,6 +257,30 @@ def as_models_hand_them(quantization: Any | None, tensors: dict[str, torch.Tenso
     return tensors if mapper is None else dict(mapper().apply(tensors.items()))
 
 
+_GPT_OSS = {
+    "gate_up_proj_blocks": "w13_weight",
+    "gate_up_proj_scales": "w13_weight_scale",
+    "gate_up_proj_bias": "w13_bias",
+    "down_proj_blocks": "w2_weight",
+    "down_proj_scales": "w2_weight_scale",
+    "down_proj_bias": "w2_bias",
+}
+
+
+def load_weights(layer: torch.nn.Module, quantization: Any | None, tensors: dict[str, torch.Tensor]) -> None:
+    """The checkpoint into the layer. gpt-oss's tensors hold all experts and go through each parameter's own loader, as models/gpt_oss.py
+    does it; everything else through the layer's load_weights."""
+    if "gate_up_proj_blocks" not in tensors:
+        for _ in layer.load_weights(as_models_hand_them(quantization, tensors).items()):
+            pass
+        return
+    experts = experts_of(layer)
+    for name, tensor in tensors.items():
+        parameter = getattr(experts, _GPT_OSS[name])
+        flat = tensor.flatten(2) if name.endswith("_blocks") else tensor
+        parameter.weight_loader(parameter, flat, weight_name=_GPT_OSS[name], shard_id=None, expert_id=None)
+
+
 def online_quantization(name: str) -> Any:
     """vLLM's QuantizationConfig for ``--quantization name``.
 
@@ -281,6 +307,7 @@ def make_layer(
     router_weight_on_input: bool,
     quantization: Any | None,
     prefix: str,
+    swiglu: Any = None,  # references.vocabulary.Swiglu
 ) -> torch.nn.Module:
     """The runner (or layer) that a model would build, under the current config."""
     factory = probe_surface()["layer factory"]
@@ -302,8 +329,21 @@ def make_layer(
         "reduce_results": False,
         # a layer without a gate has its only projection in w1's place
         "ckpt_names": ("gate_proj", "down_proj", "up_proj") if gated else ("up_proj", "down_proj", None),
+        **activation_parameters(activation, swiglu),
     }
     return call(factory, required, optional)
+
+
+def activation_parameters(activation: str, swiglu: Swiglu | None) -> dict[str, float]:
+    """What a model says of its activation, by the names of the layer factory; nothing of what is built into vLLM's operators."""
+    if swiglu is None or activation in _BUILT_IN:
+        return {}
+    if activation == "situ":
+        return {"activation_situ_beta": swiglu.situ or 1.0, **({"activation_situ_linear_beta": swiglu.linear} if swiglu.linear else {})}
+    said = {"swiglu_limit": swiglu.limit}
+    if activation != "silu":
+        said |= {"swiglu_alpha": swiglu.alpha, "swiglu_beta": swiglu.beta}
+    return {name: value for name, value in said.items() if value is not None}
 
 
 def swap_choices() -> list[tuple[Any, str]]:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cases.case import Entry, Origin
+from cases.gating import swiglu
 from harness.subject import Loaded, LoadFailed, Ran, RunFailed, SubjectError, SubjectUnavailable
 from references.vocabulary import CheckpointFormat, Format, Layout
 
@@ -222,12 +223,12 @@ class VllmSubject:
                     renormalize=case.renormalize,
                     bias=case.bias,
                     router_weight_on_input=case.router_weight_on_input,
+                    swiglu=swiglu(case),
                     quantization=quantization,
                     prefix=PREFIX,
                 )
                 choosing = False
-                for _ in module.load_weights(vllm_compat.as_models_hand_them(quantization, checkpoint.tensors).items()):
-                    pass
+                vllm_compat.load_weights(module, quantization, checkpoint.tensors)
                 vllm_compat.finish_loading(module, config)
                 device.settle(self.device)
         except (SubjectError, SubjectUnavailable):

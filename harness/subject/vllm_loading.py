@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+from cases.gating import swiglu
 from harness.subject import LoadFailed, SubjectError, SubjectUnavailable, vllm_compat
 from harness.subject.dtypes import TORCH
 from harness.subject.errors import is_refusal, verbatim
@@ -83,6 +84,7 @@ def watch(
             renormalize=case.renormalize,
             bias=case.bias,
             router_weight_on_input=case.router_weight_on_input,
+            swiglu=swiglu(case),
             quantization=config_of_weights,
             prefix=PREFIX,
         )

@@ -97,9 +97,9 @@ def _act(activation: Activation, x: torch.Tensor) -> torch.Tensor:
             return x / (1.0 + torch.exp(-x))
         case Activation.GELU | Activation.GELU_NO_MUL:
             return functional.gelu(x)
-        case Activation.GELU_TANH:
+        case Activation.GELU_TANH | Activation.GELU_TANH_NO_MUL:
             return functional.gelu(x, approximate="tanh")
-        case Activation.RELU2_NO_MUL:
+        case _:
             return functional.relu(x).square()
 
 

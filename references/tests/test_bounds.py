@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from references import bounds
-from references.activations import function
+from references.activations import SIMPLE, function
 from references.bounds import Interval, exactly, matmul, router_weights, scaled, store, sum_over_slots, times
 from references.formats import limits, saturate, torch_dtype
 from references.vocabulary import Accumulator, Activation, Format
@@ -218,7 +218,7 @@ def test_products_of_intervals_take_all_four_corners(ends: list[float], s: float
     assert product.low - 1e-12 <= value <= product.high + 1e-12
 
 
-@pytest.mark.parametrize("activation", list(Activation))
+@pytest.mark.parametrize("activation", list(SIMPLE))
 def test_float32_activations_stay_inside_and_use_a_good_part_of_the_bound(activation: Activation) -> None:
     x = torch.cat([torch.linspace(-12, 12, 200_001), torch.linspace(-90, 90, 20_001)])
     functional = torch.nn.functional

@@ -55,9 +55,37 @@ def relu_squared(out: torch.Tensor, x: torch.Tensor) -> None:
     out.copy_((positive * positive).to(out.dtype))
 
 
+def silu_and_mul_with_clamp(out: torch.Tensor, x: torch.Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0) -> None:
+    """g * sigmoid(alpha * g) * (u + beta), g = min(gate, limit), u = clamp(up): as silu_and_mul, act(g) rounded before the product."""
+    gate, up = x.chunk(2, -1)
+    gate = gate.float().clamp(max=limit).to(x.dtype).float()
+    activated = (gate / (1.0 + torch.exp(-gate * float(F32(alpha))))).to(x.dtype)
+    up = up.float().clamp(-limit, limit).to(x.dtype).float() + float(F32(beta))
+    out.copy_((activated.float() * up).to(out.dtype))
+
+
+def swigluoai_and_mul(out: torch.Tensor, x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0) -> None:
+    """(g * (u + 1)) / (1 + exp(-alpha * g)) in float32, gate and up in turn, one rounding."""
+    gate = x[..., ::2].float().clamp(max=limit)
+    up = x[..., 1::2].float().clamp(-limit, limit)
+    out.copy_((gate * (up + 1.0) / (1.0 + torch.exp(-(gate * float(F32(alpha)))))).to(out.dtype))
+
+
+def situ_and_mul(out: torch.Tensor, x: torch.Tensor, beta: float = 1.0, linear_beta: float = -1.0) -> None:
+    """beta tanh(g / beta) sigmoid(g) times up, or linear_beta tanh(up / linear_beta), in float32, one rounding; sigmoid by tanh(g / 2)."""
+    gate, up = (part.float() for part in x.chunk(2, -1))
+    activated = (beta * 0.5) * torch.tanh(gate * (1.0 / beta)) * (1.0 + torch.tanh(gate * 0.5))
+    if linear_beta > 0:
+        up = linear_beta * torch.tanh(up * (1.0 / linear_beta))
+    out.copy_((activated * up).to(out.dtype))
+
+
 IMPLEMENTATIONS: dict[str, Callable[..., object]] = {
     "_C::silu_and_mul": _gated(silu_f32),
     "_C::gelu_and_mul": _gated(gelu_f32),
     "_C::gelu_tanh_and_mul": _gated(gelu_tanh_f32),
     "_C::relu_squared": relu_squared,
+    "_C::silu_and_mul_with_clamp": silu_and_mul_with_clamp,
+    "_C::swigluoai_and_mul": swigluoai_and_mul,
+    "_C::situ_and_mul": situ_and_mul,
 }
