@@ -11,7 +11,7 @@ import torch
 
 from cases.case import MoECase
 from harness.compare import show
-from harness.load_places import Place, held, passed_over, places, region, rounded_up, shared
+from harness.load_places import EVERY, Place, held, passed_over, places, region, rounded_up, shared
 from references.formats import torch_dtype
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def decoded(case: MoECase, checkpoint: Mapping[str, torch.Tensor], seen: Loading
         except ValueError as error:
             yield Finding(oracle=Oracle.NO_PLACE, what=place.kind, text=str(error))
             continue
-        if shared(parameter, place):
+        if place.expert != EVERY and shared(parameter, place):
             both = [checkpoint[other.tensor] for other in mine if (other.parameter, other.expert) == (place.parameter, place.expert)]
             tensor = torch.stack([each.reshape(tensor.shape) for each in both]).amax(0)  # by which neither half's inputs saturate
         if (wrong := differing(tensor, there)) is not None:
@@ -160,7 +160,8 @@ def _double(tensor: torch.Tensor) -> torch.Tensor:
 
 def _wrong(place: Place, expected: torch.Tensor, actual: torch.Tensor, wrong: torch.Tensor, checkpoint: Mapping[str, torch.Tensor]) -> str:
     index = tuple(int(i) for i in wrong.nonzero()[0])
-    where = f"{place.parameter}[{place.expert}], {place.half} (from {place.tensor})"
+    cell = "" if place.expert == EVERY else f"[{place.expert}]"
+    where = f"{place.parameter}{cell}, {place.half} (from {place.tensor})"
     same = [other for other, tensor in checkpoint.items() if tensor.shape == actual.shape and differing(tensor, actual) is None]
     hint = f"; these are {same[0]}'s values" if same and expected.numel() > 1 else ""
     first = f"first at {list(index)}: expected {show(expected[index])}, actual {show(actual[index])}"

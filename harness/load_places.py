@@ -4,6 +4,8 @@ vLLM's convention (0.33.0, ``fused_moe/routed_experts.py``): ``{e}.gate_proj.<ki
 gate rows first and up rows after, ``{e}.down_proj.<kind>`` into ``w2_<kind>[e]``. Scalars of gate and up have a slot each, [E, 2], or
 share one, [E]. Sizes that vLLM rounds up leave padding after each half's rows and after the columns.
 
+``gate_up_proj`` [E, 2*I, H] and ``down_proj`` [E, H, I] hold all experts, gate and up rows as they are.
+
 GPTQ and AWQ files are repacked as they are loaded where Triton reads them (``quantization/moe_wna16.py``): codes [N, K] as uint8, two to a
 byte along K when they have four bits, zero points likewise along N, scales [N, G].
 """
@@ -26,6 +28,8 @@ _NAME = re.compile(r"(?P<expert>\d+)\.(?P<projection>gate_proj|up_proj|down_proj
 
 _REPACKED = (CheckpointFormat.GPTQ, CheckpointFormat.AWQ)
 _SHARED = ("weight_shape",)
+_ALL_EXPERTS = ("gate_up_proj", "down_proj")
+EVERY = -1  # Place.expert of a tensor that holds all of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +46,9 @@ class Place:
     @property
     def half(self) -> str:
         """For a reader."""
-        return ("gate rows", "up rows")[self.part] if self.parts == 2 else "rows"
+        if self.expert == EVERY or self.parts == 1:
+            return "rows"
+        return ("gate rows", "up rows")[self.part]
 
 
 def places(names: Mapping[str, object]) -> tuple[Place, ...]:
@@ -50,6 +56,11 @@ def places(names: Mapping[str, object]) -> tuple[Place, ...]:
     gated = any(".gate_proj." in name for name in names)
     found = []
     for name in names:
+        if name in _ALL_EXPERTS:
+            both = name == "gate_up_proj"
+            parameter, parts = ("w13_weight", 2) if both else ("w2_weight", 1)
+            found.append(Place(tensor=name, kind="weight", parameter=parameter, expert=EVERY, part=0, parts=parts))
+            continue
         match = _NAME.fullmatch(name)
         if match is None:
             raise ValueError(f"checkpoint tensor {name!r} belongs to no expert")
@@ -65,6 +76,11 @@ def places(names: Mapping[str, object]) -> tuple[Place, ...]:
             )
         )
     return tuple(found)
+
+
+def interleaved(case: MoECase) -> bool:
+    """Whether gate and up rows alternate, in the file and in the parameter."""
+    return case.activation.value == "swigluoai"
 
 
 def passed_over(case: MoECase, kind: str) -> bool:
@@ -109,6 +125,8 @@ def region(parameter: torch.Tensor, place: Place, tensor: torch.Tensor) -> torch
         ValueError: the parameter has no room for it there; the message has both shapes.
     """
     misfit = ValueError(f"{place.parameter} {list(parameter.shape)} has no place for {place.tensor} {list(tensor.shape)}")
+    if place.expert == EVERY:
+        return _of_all(parameter, place, tensor, misfit)
     if parameter.dim() < 1 or place.expert >= parameter.shape[0]:
         raise misfit
     cell = parameter[place.expert]
@@ -128,6 +146,15 @@ def region(parameter: torch.Tensor, place: Place, tensor: torch.Tensor) -> torch
     if any(room < size for room, size in zip(half.shape, shape, strict=True)):
         raise misfit
     return half[tuple(slice(size) for size in shape)].reshape(tensor.shape)
+
+
+def _of_all(parameter: torch.Tensor, place: Place, tensor: torch.Tensor, misfit: ValueError) -> torch.Tensor:
+    """As ``region``, of a tensor [E, N, K] of all experts; where sizes are rounded up, padding follows each half."""
+    if parameter.dim() != 3 or any(room < size for room, size in zip(parameter.shape, tensor.shape, strict=True)):
+        raise misfit
+    rows, room = tensor.shape[1] // place.parts, parameter.shape[1] // place.parts
+    halves = [parameter[:, part * room : part * room + rows, : tensor.shape[2]] for part in range(place.parts)]
+    return torch.cat(halves, 1)
 
 
 def shared(parameter: torch.Tensor, place: Place) -> bool:

@@ -87,7 +87,7 @@ def _loaded(
 def _unknown(case: MoECase, checkpoint: Checkpoint, subject: WatchedLoading) -> Iterable[Finding]:
     """A tensor that no format has, before all others."""
     some = next(iter(checkpoint.tensors.values()))
-    more = replace(checkpoint, tensors={UNKNOWN: some[:1, :1].clone(), **checkpoint.tensors})
+    more = replace(checkpoint, tensors={UNKNOWN: some.flatten()[:1].reshape(1, 1).clone(), **checkpoint.tensors})
     kind = UNKNOWN.rpartition(".")[2]
     try:
         seen = subject.watch_loading(case, more, sentinel=SENTINELS[0])

@@ -11,7 +11,7 @@ from cases.case import MoECase
 from cases.packed import weight_only_words
 from harness.backends import Backend
 from harness.load_oracles import Finding, Oracle
-from harness.load_places import rounded_up
+from harness.load_places import interleaved, rounded_up
 from references.formats import decode, torch_dtype
 from references.loading import LoadedExpert, Matrix
 from references.vocabulary import Format, Layout
@@ -28,7 +28,8 @@ KEEPS_LAYOUT = (Backend.INTERPRETER, Backend.TRITON)  # lanes whose kernels read
 
 def speaks_of(case: MoECase) -> bool:
     """Whether codes and scales are laid out in a way that is read here."""
-    return case.weight_scale in _LAYOUTS and case.weight in _WHOLE and not weight_only_words(case)
+    whole = case.weight in _WHOLE and not weight_only_words(case)
+    return whole and case.weight_scale in _LAYOUTS and not interleaved(case)
 
 
 def converted(case: MoECase, experts: tuple[LoadedExpert, ...], seen: Loading, backend: Backend) -> Iterator[Finding]:

@@ -82,9 +82,12 @@ def applies(question: Question, case: MoECase) -> bool:
     """Whether the question can be asked of a case.
 
     A model's configuration refuses fp32 hidden states of quantized models before any layer is built (config/vllm.py). Stacked, vLLM reads
-    weights and scales of three dimensions and no biases (fused_moe/routed_experts.py, load_weights). With few experts one full-size
+    weights and scales of three dimensions and no biases (fused_moe/routed_experts.py, load_weights); interleaved, they are stacked on disk
+    already. gpt-oss's tensors are loaded by its own model (models/gpt_oss.py). With few experts one full-size
     temporary is no more than one expert's scratch.
     """
+    if case.checkpoint is CheckpointFormat.GPT_OSS:
+        return False
     if question is Question.LOADED:
         return True
     if question is Question.MEMORY:
@@ -97,7 +100,7 @@ def applies(question: Question, case: MoECase) -> bool:
         return False
     columns = case.weight_scale is Layout.CHANNEL and case.checkpoint is CheckpointFormat.COMPRESSED_TENSORS
     three = case.origin is not Origin.PREQUANTIZED or columns or case.weight_scale is Layout.BLOCK128
-    return three and not case.bias
+    return three and not case.bias and case.activation.value != "swigluoai"
 
 
 def chosen(options: Options) -> tuple[Asked, ...]:
