@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,8 +10,10 @@ from cases.axes import InvalidCase
 from cases.case import Entry, MoECase
 from cases.perturb import Spot, perturb
 from harness.backends import Backend
-from harness.exact import BUILDERS, Drive, verdict
+from harness.exact import BUILDERS, Drive, run_relation, verdict
 from harness.faults import Fault
+from harness.message import message
+from harness.pairs import Pair
 from harness.relations import EXEMPTIONS, Exemption, Place, Relation, asked, why_not
 from harness.relations_check import Setting, Variant, check
 from harness.subject.fake import FakeSubject
@@ -54,6 +57,27 @@ def test_the_founding_fault_is_named_with_the_scale_that_was_used() -> None:
     assert found.signature == "W_SCALE_FLAT_INDEX@all"
     assert "w2_scale.flatten()[" in found.detail
     assert "(0x" in found.detail
+
+
+@pytest.mark.parametrize(
+    ("relation", "fault", "at", "predicted", "moved"),
+    [
+        (Relation.DOWN_SCALE, Fault.W_SCALE_FLAT_INDEX, PAIRS[0], "the tokens of expert 3, all channels, by exactly 2", "nothing"),
+        (Relation.UNROUTED_SCALE, Fault.W2_SCALE_OF_NEIGHBOUR_EXPERT, PAIRS[1], "nothing", "the tokens of expert "),
+    ],
+    ids=["not moved", "moved"],
+)
+def test_a_failure_says_what_should_have_moved_what_did_and_both_values_to_the_bit(
+    relation: Relation, fault: Fault, at: tuple[str, Entry], predicted: str, moved: str
+) -> None:
+    pair = Pair(MoECase.from_id(at[0]), at[1])
+    found = run_relation(relation, pair, Backend.INTERPRETER, Drive(FakeSubject(fault))).verdict
+    text = message(found, pair=f"{relation}:{pair.id}", backend="interpreter", environment={}, again="moediff run")
+    assert text.startswith(f"NOT_IDENTICAL  {relation}:{pair.id}")
+    assert re.search(rf"predicted  {re.escape(predicted)}$", text, re.MULTILINE), text
+    assert re.search(rf"moved      {moved}", text), text
+    number = r"-?[\d.e-]+ \(0x[0-9a-f]{4}\)"
+    assert re.search(rf"first      token \d+, channel \d+: expected {number}, actual {number}", text), text
 
 
 def test_a_region_that_moved_and_should_not_have_is_said() -> None:
