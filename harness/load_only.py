@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from cases.case import Entry, MoECase
 from cases.checkpoint import make_checkpoint
 from harness import judge
-from harness.backends import SPECS
 from harness.pipeline import PairResult
 from harness.refusals_architecture import classes, refusals
 from harness.subject import LoadFailed
@@ -24,8 +23,11 @@ if TYPE_CHECKING:
     from harness.backends import Backend
     from harness.subject import Subject
 
-_NEEDS_GPU = re.compile(r"compiled operator (\S+) has no CPU implementation in the interpreter lane")
-_OWNERS = ("marlin", "deep_gemm")  # operators of one backend alone are named after it
+_NEEDS_GPU = re.compile(
+    r"compiled operator (\S+) has no CPU implementation in the interpreter lane"
+    r"|(Found no NVIDIA driver|tensor must be on gpu|device must be a cuda device|weight must live on CUDA)"
+)
+_OWNERS = {"marlin": "Marlin", "deep_gemm": "DeepGemm"}  # operators of one backend alone are named after it, and so are its classes
 _EITHER = re.compile(r"TritonOr(\w+)")  # wrappers that choose per batch are named after the kernels that were asked for
 
 
@@ -49,10 +51,11 @@ def _raised(case: MoECase, backend: Backend, architecture: Architecture, error: 
         if refusal.matches(error.detail):
             return Verdict(outcome=Outcome.UNSUPPORTED, claim=f"refused by design: {refusal.reason}", detail=error.detail)
     if needs := _NEEDS_GPU.search(error.detail):
-        extras["stops_at"] = needs[1]
-        if others := [owner for owner in _OWNERS if owner in needs[1] and not SPECS[backend].moe_backend.startswith(owner)]:
-            return judge.wrong_class(f"{others[0]}'s {needs[1]}", classes(case, backend, architecture))
-        claim = f"chosen for {architecture.name} and loaded as far as {needs[1]}, which needs the GPU"
+        extras["stops_at"] = stop = needs[1] or f"a tensor on the GPU ({needs[2]})"
+        wanted = classes(case, backend, architecture)
+        if (owner := next((name for name in _OWNERS if name in stop), None)) and not any(_OWNERS[owner] in name for name in wanted):
+            return judge.wrong_class(f"{owner}'s {stop}", wanted)
+        claim = f"chosen for {architecture.name} and loaded as far as {stop}, which needs the GPU"
         return Verdict(outcome=Outcome.PASS, claim=claim, detail=error.detail)
     return judge.raised(Outcome.LOAD_ERROR, error.detail)
 

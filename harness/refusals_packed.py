@@ -144,7 +144,7 @@ _LINES: tuple[tuple[When, str, str, bool], ...] = (
     ),
     (
         lambda c, lane: not _ct_mxfp4(c) and lane not in CLASSES[family(c)],
-        "moe_backend='.*' is not supported for (WNA16|W4A8|NvFp4|MXFP4|MXFP8) MoE",
+        "moe_backend='.*' is not supported for (WNA16|W4A8|NvF[Pp]4|MXFP4|MXFP8) MoE",
         "the family's oracle has no such backend",
         True,
     ),
@@ -214,13 +214,55 @@ _LINES: tuple[tuple[When, str, str, bool], ...] = (
         True,
     ),
     (
-        lambda c, lane: lane.startswith("humming") and _asymmetric_ct(c, Format.UINT4, Format.UINT8),
+        lambda c, lane: lane.startswith("humming") and _asymmetric_ct(c, Format.UINT4, Format.UINT8) and not _uint4_of_32(c),
         "does not support quantization scheme",
-        "Humming takes no zero points from compressed-tensors",
+        "Humming takes zero points from compressed-tensors with 4 bits in groups of 32 only",
         True,
     ),
     (lambda c, lane: lane.startswith("humming") and _channel(c), "AssertionError", "only Marlin takes channel scales", False),
+    (
+        lambda c, lane: lane == "marlin" and family(c) is Family.WNA16 and not _marlin_fits(c),
+        "Marlin not supported for this layer|MoeWNA16 checkpoint layout is not supported",
+        "Marlin's WNA16 tiles need H % 128 == 0 and I in whole groups",
+        True,
+    ),
+    (
+        lambda c, lane: lane == "emulation" and _words(c) and not _marlin_fits(c),
+        "MoeWNA16 checkpoint layout is not supported",
+        "AutoGPTQ's and AutoAWQ's methods hand layers that Marlin does not fit to moe_wna16, which the emulation does not read",
+        True,
+    ),
+    (
+        lambda c, lane: lane == "triton-unfused" and family(c) is Family.MXFP4 and not _ct_mxfp4(c) and not c.activation.gated,
+        "no act_and_mul",
+        "triton_kernels' experts are gated",
+        True,
+    ),
+    (
+        lambda c, lane: lane == "aiter" and family(c) in (Family.MXFP4, Family.MXFP8) and not _ct_mxfp4(c),
+        "does not support current device",
+        "AITER is for ROCm",
+        True,
+    ),
     # FlashInfer, CUTLASS, DeepGEMM
+    (
+        lambda c, lane: lane == "cutlass" and family(c) is Family.W4A8 and not c.activation.gated,
+        "no act_and_mul",
+        "CUTLASS W4A8 experts are gated",
+        True,
+    ),
+    (
+        lambda c, lane: lane == "cutlass" and family(c) is Family.W4A8 and compute_capability() not in (0, 90),
+        "does not support current device|No W4A8 MoE backend supports",
+        "CUTLASS W4A8 experts are for sm90",
+        True,
+    ),
+    (
+        lambda c, lane: lane == "flashinfer-cutlass" and _stored_mxfp4(c) and not c.bias and not _blackwell(),
+        "AssertionError",
+        "making FlashInfer's MXFP4 layout takes biases for granted",
+        False,
+    ),
     (
         lambda c, lane: lane == "flashinfer-trtllm" and family(c) is Family.WNA16 and (c.weight.has_zero_point or c.bias or _words(c)),
         "zero points and bias are not supported",
@@ -246,6 +288,19 @@ _LINES: tuple[tuple[When, str, str, bool], ...] = (
         True,
     ),
 )
+
+
+def _uint4_of_32(case: MoECase) -> bool:
+    return case.weight is Format.UINT4 and case.weight_scale is Layout.GROUP32
+
+
+def _stored_mxfp4(case: MoECase) -> bool:
+    return family(case) is Family.MXFP4 and case.origin is Origin.PREQUANTIZED and not _ct_mxfp4(case)
+
+
+def _marlin_fits(case: MoECase) -> bool:
+    """marlin_utils.py, check_moe_marlin_supports_config, with its tiles padded."""
+    return case.hidden % 128 == 0 and (case.weight_scale.width is None or case.intermediate % case.weight_scale.width == 0)
 
 
 def _words(case: MoECase) -> bool:
