@@ -6,16 +6,18 @@ import contextlib
 import functools
 import gc
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cases.gating import swiglu
 from harness.subject import vllm_compat
 from harness.subject.directory import write_directory
 from harness.subject.dtypes import TORCH
 from harness.subject.watch_loading import Watched, fill_parameters, watch_conversion
+from references.vocabulary import Swiglu
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -57,6 +59,7 @@ def _register() -> None:
                 renormalize=sizes.norm_topk_prob,
                 bias=sizes.moediff_bias,
                 router_weight_on_input=sizes.moediff_router_weight_on_input,
+                swiglu=None if sizes.moediff_swiglu is None else Swiglu(**sizes.moediff_swiglu),
                 quantization=vllm_config.quant_config,
                 prefix="model.layers.0.mlp.experts",
             )
@@ -84,6 +87,7 @@ def model_config(case: MoECase) -> dict[str, Any]:
         "moediff_activation": case.activation.value,
         "moediff_bias": case.bias,
         "moediff_router_weight_on_input": case.router_weight_on_input,
+        "moediff_swiglu": None if (parameters := swiglu(case)) is None else asdict(parameters),
     }
 
 
