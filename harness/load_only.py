@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _NEEDS_GPU = re.compile(
     r"compiled operator (\S+) has no CPU implementation in the interpreter lane"
-    r"|(Found no NVIDIA driver|tensor must be on gpu|device must be a cuda device|weight must live on CUDA)"
+    r"|(Found no NVIDIA driver|tensor must be on gpu|device must be a cuda device|Input must be on CUDA device|weight must live on CUDA)"
 )
 _OWNERS = {"marlin": "Marlin", "deep_gemm": "DeepGemm"}  # operators of one backend alone are named after it, and so are its classes
 _EITHER = re.compile(r"TritonOr(\w+)")  # wrappers that choose per batch are named after the kernels that were asked for

@@ -132,8 +132,8 @@ _LINES: tuple[tuple[When, str, str, bool], ...] = (
     ),
     (
         lambda c, lane: _ct_mxfp4(c) and not c.activation.gated,
-        "AssertionError",
-        "Marlin's preparation of compressed-tensors MXFP4 is written for gated layers",
+        "AssertionError|shape '.*' is invalid for input of size",
+        "Marlin's and CUTLASS's preparation of compressed-tensors MXFP4 is written for gated layers",
         False,
     ),
     (
@@ -195,7 +195,7 @@ _LINES: tuple[tuple[When, str, str, bool], ...] = (
     ),
     (
         lambda c, lane: lane == "emulation" and family(c) is Family.WNA16 and c.weight in (Format.INT8, Format.UINT8),
-        "does not support quantization scheme",
+        "does not support quantization scheme|MoeWNA16 checkpoint layout is not supported",
         "the emulation of integers is of 4 bits",
         True,
     ),
@@ -209,7 +209,7 @@ _LINES: tuple[tuple[When, str, str, bool], ...] = (
     # Marlin, Humming
     (
         lambda c, lane: lane == "marlin" and _asymmetric_ct(c, Format.UINT8),
-        "does not support quantization scheme",
+        "does not support quantization scheme|Marlin not supported for this layer",
         "Marlin does not take 8 bits with zero points",
         True,
     ),
@@ -258,6 +258,36 @@ _LINES: tuple[tuple[When, str, str, bool], ...] = (
         True,
     ),
     (
+        lambda c, lane: lane == "flashinfer-cutlass" and family(c) is Family.MXFP4 and not _ct_mxfp4(c) and compute_capability() >= 100,
+        "does not support quantization scheme",
+        "FlashInfer's CUTLASS kernels meet MXFP4 weights with 16-bit activations on sm90 only",
+        True,
+    ),
+    (
+        lambda c, lane: lane == "flashinfer-cutlass" and family(c) is Family.NVFP4 and (c.act_scale is ActScale.NONE or _online(c)),
+        "does not support (quantization scheme|current device)",
+        "FlashInfer's CUTLASS kernels quantize activations to NVFP4 by the checkpoint's scales",
+        True,
+    ),
+    (
+        lambda c, lane: lane == "deep-gemm" and family(c) is Family.MXFP4 and c.act_scale is not ActScale.NONE and not _ct_mxfp4(c),
+        "does not support (activation=|the deployment)",
+        "DeepGEMM's MXFP4 experts do not quantize activations to it",
+        True,
+    ),
+    (
+        lambda c, lane: lane == "deep-gemm" and family(c) is Family.MXFP4 and c.activation is not Activation.SILU and not _ct_mxfp4(c),
+        "does not support (MoEActivation|no act_and_mul|current device)",
+        "DeepGEMM's MXFP4 experts know silu",
+        True,
+    ),
+    (
+        lambda c, lane: lane == "deep-gemm" and family(c) is Family.MXFP8 and not c.activation.gated,
+        "does not support (no act_and_mul|current device)",
+        "DeepGEMM experts are gated",
+        True,
+    ),
+    (
         lambda c, lane: lane == "flashinfer-cutlass" and _stored_mxfp4(c) and not c.bias and not _blackwell(),
         "AssertionError",
         "making FlashInfer's MXFP4 layout takes biases for granted",
@@ -265,7 +295,7 @@ _LINES: tuple[tuple[When, str, str, bool], ...] = (
     ),
     (
         lambda c, lane: lane == "flashinfer-trtllm" and family(c) is Family.WNA16 and (c.weight.has_zero_point or c.bias or _words(c)),
-        "zero points and bias are not supported",
+        "zero points and bias are not supported|does not support current device",
         "FlashInfer's TRT-LLM kernels take no zero points and no biases",
         True,
     ),
@@ -288,6 +318,10 @@ _LINES: tuple[tuple[When, str, str, bool], ...] = (
         True,
     ),
 )
+
+
+def _online(case: MoECase) -> bool:
+    return case.origin is Origin.ONLINE
 
 
 def _uint4_of_32(case: MoECase) -> bool:
