@@ -254,6 +254,11 @@ SPECS: dict[Backend, BackendSpec] = {
                 "FlashInfer's TRT-LLM kernels take static per-tensor and block scales",
                 "quantization scheme",
             ),
+            not_supported(
+                lambda c: fp8(c) and (c.weight, *scheme(c)) == TENSOR_STATIC and not c.renormalize,
+                "FlashInfer's TRT-LLM per-tensor kernels route themselves, and renormalize",
+                "quantization scheme",
+            ),
             Refusal(
                 reason="FlashInfer's TRT-LLM kernels take bf16 hidden states",
                 says=".",

@@ -247,7 +247,7 @@ _LINES: tuple[tuple[When, str, str, bool], ...] = (
     # FlashInfer, CUTLASS, DeepGEMM
     (
         lambda c, lane: lane == "cutlass" and family(c) is Family.W4A8 and not c.activation.gated,
-        "no act_and_mul",
+        "no act_and_mul|does not support current device",
         "CUTLASS W4A8 experts are gated",
         True,
     ),
@@ -264,10 +264,36 @@ _LINES: tuple[tuple[When, str, str, bool], ...] = (
         True,
     ),
     (
-        lambda c, lane: lane == "flashinfer-cutlass" and family(c) is Family.NVFP4 and (c.act_scale is ActScale.NONE or _online(c)),
+        lambda c, lane: lane in _BLACKWELL_NVFP4 and family(c) is Family.NVFP4 and c.act_scale is ActScale.NONE,
         "does not support (quantization scheme|current device)",
-        "FlashInfer's CUTLASS kernels quantize activations to NVFP4 by the checkpoint's scales",
+        "NVFP4 tensor cores take NVFP4 activations",
         True,
+    ),
+    (
+        lambda c, lane: (
+            lane in ("cutlass", "flashinfer-cutlass", *_EMULATES_NVFP4) and family(c) is Family.NVFP4 and c.origin is Origin.ONLINE
+        ),
+        "does not support (quantization scheme|current device)",
+        "these kernels do not quantize activations to NVFP4 per token",
+        True,
+    ),
+    (
+        lambda c, lane: lane == "flashinfer-trtllm" and family(c) is Family.WNA16,
+        "does not support current device|zero points and bias are not supported",
+        "FlashInfer's MXINT4 kernels are off unless VLLM_USE_FLASHINFER_MOE_INT4 is set",
+        True,
+    ),
+    (
+        lambda c, lane: lane == "flashinfer-trtllm" and family(c) is Family.MXFP4 and not _ct_mxfp4(c) and not c.activation.gated,
+        "does not support (no act_and_mul|current device)",
+        "FlashInfer's TRT-LLM MXFP4 experts are gated",
+        True,
+    ),
+    (
+        lambda c, lane: lane == "flashinfer-trtllm" and family(c) is Family.MXFP4 and not _ct_mxfp4(c) and not c.bias,
+        "AssertionError|does not support",
+        "making TRT-LLM's MXFP4 layout takes biases for granted",
+        False,
     ),
     (
         lambda c, lane: lane == "deep-gemm" and family(c) is Family.MXFP4 and c.act_scale is not ActScale.NONE and not _ct_mxfp4(c),
@@ -318,10 +344,6 @@ _LINES: tuple[tuple[When, str, str, bool], ...] = (
         True,
     ),
 )
-
-
-def _online(case: MoECase) -> bool:
-    return case.origin is Origin.ONLINE
 
 
 def _uint4_of_32(case: MoECase) -> bool:
