@@ -228,6 +228,7 @@ def test_float32_activations_stay_inside_and_use_a_good_part_of_the_bound(activa
         Activation.GELU: (functional.gelu, lambda v: v * 0.5 * (1.0 + torch.erf(v * math.sqrt(0.5)))),
         Activation.GELU_NO_MUL: (functional.gelu,),
         Activation.GELU_TANH: (lambda v: functional.gelu(v, approximate="tanh"), _gelu_tanh),
+        Activation.GELU_TANH_NO_MUL: (lambda v: functional.gelu(v, approximate="tanh"), _gelu_tanh),
         Activation.RELU2_NO_MUL: (lambda v: functional.relu(v).square(),),
     }[activation]
     interval = store(bounds.activation_interval(activation, exactly(x.double())), Format.FP32)
