@@ -19,8 +19,11 @@ LOAD = "load"  # relation of the records: loaded, and nothing ran
 
 
 def judge_loading(known: Ledger, verdict: Verdict, case: MoECase, backend: Backend) -> Judged:
-    """An entry about the forward says nothing of a layer that loads; one about loading is strict."""
+    """An entry about the forward says nothing of a layer that loads; one about loading is strict, unless loading did not get that far:
+    then the verdict quotes what it ended with."""
     judged = known.judge(verdict, case.id, Entry.LAYER, backend, version("vllm") or "")
-    if judged.standing is Standing.STOPPED_FAILING and judged.issue is not None and judged.issue.outcome is not Outcome.LOAD_ERROR:
-        return Judged(standing=Standing.CLEAN)
+    if judged.standing is Standing.STOPPED_FAILING and judged.issue is not None:
+        ended_early = verdict.outcome is Outcome.PASS and bool(verdict.detail)
+        if judged.issue.outcome is not Outcome.LOAD_ERROR or ended_early:
+            return Judged(standing=Standing.CLEAN)
     return judged

@@ -92,6 +92,7 @@ _CT_MXFP4 = frozenset({"MarlinExperts", "CutlassExpertsMxfp4"})
 
 _TRITON = ("interpreter", "triton")
 _EMULATES_NVFP4 = (*_TRITON, "emulation")
+_MXFP4_ON_HOPPER = (*_TRITON, "triton-unfused", "flashinfer-cutlass")
 _BLACKWELL_NVFP4 = ("cutlass", "flashinfer-cutlass", "flashinfer-trtllm", "flashinfer-cutedsl")
 
 When = Callable[[MoECase, str], bool]
@@ -146,6 +147,12 @@ _LINES: tuple[tuple[When, str, str, bool], ...] = (
         lambda c, lane: not _ct_mxfp4(c) and lane not in CLASSES[family(c)],
         "moe_backend='.*' is not supported for (WNA16|W4A8|NvF[Pp]4|MXFP4|MXFP8) MoE",
         "the family's oracle has no such backend",
+        True,
+    ),
+    (
+        lambda c, lane: lane in _MXFP4_ON_HOPPER and family(c) is Family.MXFP4 and not _ct_mxfp4(c) and 0 < compute_capability() < 90,
+        "does not support current device",
+        "triton_kernels' and FlashInfer's MXFP4 kernels begin with sm90",
         True,
     ),
     # Triton

@@ -115,6 +115,8 @@ def test_the_ledger_speaks_of_loading_where_its_entry_does() -> None:
     loads = verdict(QUARK, Backend.HUMMING, "HummingIndexedExperts")
     assert judge_loading(known, raised, QUARK, Backend.HUMMING).standing is Standing.KNOWN
     assert judge_loading(known, loads, QUARK, Backend.HUMMING).standing is Standing.STOPPED_FAILING
+    early = verdict(QUARK, Backend.HUMMING, LoadFailed("AssertionError: Input must be on CUDA device"))
+    assert judge_loading(known, early, QUARK, Backend.HUMMING).standing is Standing.CLEAN
     forward = MoECase.from_id(f"int8-channel-static-quark-silu-bf16-{SIZES}")
     assert judge_loading(known, loads, forward, Backend.TRITON).standing is Standing.CLEAN
 
