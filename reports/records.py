@@ -71,8 +71,8 @@ class Record(Start):
         return cls(**{f.name: getattr(start, f.name) for f in fields(Start)}, **rest)
 
     def to_json(self) -> str:
-        """One line, no newline in it. NaN and infinities are written as Python's json writes them."""
-        return json.dumps(asdict(self), ensure_ascii=False)
+        """One line of ASCII, no newline in it. NaN and infinities are written as Python's json writes them."""
+        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, line: str) -> Record:
@@ -86,6 +86,10 @@ class Record(Start):
         unknown = set(data) - {f.name for f in fields(cls)}
         if unknown:
             raise ValueError(f"unknown fields {sorted(unknown)}")
+        for each in fields(cls):
+            kind, word = (dict, "an object") if str(each.type).startswith("dict") else (str, "a string")
+            if (kind is dict or each.type == "str") and not isinstance(value := data.get(each.name, kind()), kind):
+                raise TypeError(f"'{each.name}' is {value!r}, not {word}")
         verdict = dict(data.pop("verdict"))
         fits = tuple(FaultFit(**{**fit, "experts": tuple(fit["experts"])}) for fit in verdict.pop("fits"))
         outcome = Outcome(verdict.pop("outcome"))
@@ -147,7 +151,7 @@ class Recorder:
         self._file.close()
 
     def _write(self, event: dict[str, object]) -> None:
-        self._line(json.dumps(event, ensure_ascii=False))
+        self._line(json.dumps(event))
 
     def _line(self, text: str) -> None:
         self._file.write(text + "\n")
@@ -226,10 +230,19 @@ def write(path: Path, records: Iterable[Record]) -> None:
 
 def read(path: Path) -> list[Record]:
     """Records of a merged file. Raises RecordsUnreadable with file and line."""
-    records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    records: list[Record] = []
+    content = path.read_bytes()
+    if not content:
+        return records
+    for number, line in enumerate(content.removesuffix(b"\n").split(b"\n"), 1):
         try:
-            records.append(Record.from_json(line))
-        except (ValueError, KeyError, TypeError) as error:
+            text = line.decode()
+        except UnicodeDecodeError as error:
+            raise RecordsUnreadable(f"{path}:{number}: not UTF-8 text (byte 0x{line[error.start]:02x})") from error
+        try:
+            records.append(Record.from_json(text))
+        except KeyError as error:
+            raise RecordsUnreadable(f"{path}:{number}: not a record ({error} is missing)") from error
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise RecordsUnreadable(f"{path}:{number}: not a record ({error})") from error
     return records

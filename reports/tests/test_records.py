@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,39 @@ def test_a_record_comes_back_as_it_was_written() -> None:
 
 def test_every_field_of_a_record_is_written() -> None:
     assert set(made().to_json().split('"')) >= {field.name for field in dataclasses.fields(Record)}
+
+
+@pytest.mark.parametrize("text", ["a\u2028b", "a\u0085b", "a\x0cb", "\ud800"], ids=["U+2028", "U+0085", "form feed", "lone surrogate"])
+def test_any_text_stays_on_its_line_and_comes_back(text: str, tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, "gw0")
+    recorder.started(START)
+    recorder.finished(made(news=text))
+    recorder.started(dataclasses.replace(START, case=text))
+    recorder.close()
+    merge(tmp_path)
+    done, left = sorted(read(tmp_path / "records.jsonl"), key=lambda record: record.case == text)
+    assert (done.news, left.case) == (text, text)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"environment": 3}, "'environment' is 3, not an object"),
+        ({"fields": "x"}, "'fields' is 'x', not an object"),
+        ({"ran": []}, "'ran' is [], not an object"),
+        ({"case": 3}, "'case' is 3, not a string"),
+    ],
+)
+def test_a_field_of_another_type_is_not_a_record(change: dict[str, object], says: str, tmp_path: Path) -> None:
+    (tmp_path / "records.jsonl").write_text(json.dumps(json.loads(made().to_json()) | change) + "\n")
+    with pytest.raises(RecordsUnreadable, match=re.escape(f"records.jsonl:1: not a record ({says})")):
+        read(tmp_path / "records.jsonl")
+
+
+def test_bytes_that_are_no_text_are_told_by_file_and_line(tmp_path: Path) -> None:
+    (tmp_path / "records.jsonl").write_bytes(made().to_json().encode() + b"\n\xff\xfe\n")
+    with pytest.raises(RecordsUnreadable, match=r"records\.jsonl:2: not UTF-8 text"):
+        read(tmp_path / "records.jsonl")
 
 
 def test_an_unknown_field_is_not_passed_over() -> None:
