@@ -33,5 +33,5 @@ def render(records: Sequence[Record]) -> str:
 def write(directory: Path, records: Sequence[Record]) -> Path:
     """Writes ``index.html`` beside the records and says where."""
     path = directory / PAGE
-    path.write_text(render(records), encoding="utf-8")
+    path.write_text(render(records), encoding="utf-8", errors="backslashreplace")  # a lone surrogate in what vLLM said
     return path

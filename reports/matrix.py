@@ -20,6 +20,7 @@ from harness.verdict import Outcome
 from reports.records import Record, Status
 
 FILE = "matrix.json"
+FIELDS = ("activation", "origin", "checkpoint", "weight", "weight_scale", "act_scale")  # of a case, which a row is made of
 LOAD = "load"  # relation of a record for which a layer was loaded and nothing ran
 _NOT_GATED, _GATED_OR_NOT = ", not gated", ", gated or not"
 _NOBODYS = "fused_experts"  # class of a layer whose method calls the legacy function itself
@@ -129,7 +130,7 @@ def _cell(key: tuple[str, str, str, str], group: Sequence[Record]) -> Cell:
 def write(directory: Path, found: Sequence[Cell]) -> Path:
     """``matrix.json`` in ``directory``: a list of cells, each with its counts, reasons, classes and pairs."""
     path = directory / FILE
-    path.write_text(json.dumps([asdict(cell) for cell in found], indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps([asdict(cell) for cell in found], indent=1) + "\n", encoding="utf-8")
     return path
 
 
@@ -146,7 +147,8 @@ def _draw(console: Console, name: str, found: Sequence[Cell]) -> None:
     numbers: dict[str, int] = {}
     at = {(cell.way, cell.backend): cell for cell in found}
     backends = list(dict.fromkeys(cell.backend for cell in found))
-    never = [backend for backend in backends if all(_not_its_own(cell) for cell in found if cell.backend == backend)]
+    refused = {cell.backend for cell in found if cell.worst is State.REFUSED and any(cell.reasons)}
+    never = [each for each in backends if each in refused and all(_not_its_own(cell) for cell in found if cell.backend == each)]
     shown = [backend for backend in backends if backend not in never]
     table = Table(title=f"{name}: format × origin × backend", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("weights x activations, checkpoint", no_wrap=True)

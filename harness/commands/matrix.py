@@ -14,9 +14,10 @@ from argparse import Namespace
 from datetime import datetime
 from pathlib import Path
 
+from cases.case import InvalidCase, MoECase
 from harness import ledger
 from harness.architectures import ARCHITECTURES, VARIABLE, Architecture, parse
-from harness.backends import SPECS, Backend
+from harness.backends import SPECS, Backend, UnknownBackend
 from harness.commands.output import say
 from harness.environment import child_environ
 from harness.exits import Exit, Misuse
@@ -79,10 +80,28 @@ def load(directory: Path, chosen: tuple[Architecture, ...], backends: list[Backe
 def _recorded(run: Path) -> list[Record]:
     path = run / MERGED if run.is_dir() else run
     try:
-        return read(path)
+        records = read(path)
+        for line, record in enumerate(records, 1):
+            _check(record, f"{path}:{line}")
     except OSError as error:
         raise Misuse(
             f"{path} cannot be read ({error.strerror}); name the directory of a run, as the last line of `moediff run` does"
         ) from None
     except RecordsUnreadable as error:
         raise Misuse(f"{error}; name the directory of a run of this version") from None
+    if not records:
+        raise Misuse(f"{path} holds no records; name the directory of a run that compared something")
+    return records
+
+
+def _check(record: Record, where: str) -> None:
+    """Raises RecordsUnreadable for a record of what this version does not know."""
+    from reports.matrix import FIELDS
+
+    try:
+        Backend.parse(record.backend)
+        MoECase.from_id(record.case)
+    except (UnknownBackend, InvalidCase) as error:
+        raise RecordsUnreadable(f"{where}: not a record ({error})") from None
+    if absent := [name for name in FIELDS if name not in record.fields]:
+        raise RecordsUnreadable(f"{where}: not a record ('fields' lacks '{absent[0]}')")

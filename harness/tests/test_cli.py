@@ -6,6 +6,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ from harness.exits import Exit, Misuse, Unavailable
 from harness.gpus import default_backend, visible_gpus
 from harness.pairs import relate, select
 from harness.subject.interpreter import libcuda
+from harness.verdict import Outcome, Verdict
+from reports.records import Record, Start, Status
 
 FIRST = select(Level.SMOKE)[0]
 ROOT = Path(__file__).parent.parent.parent
@@ -144,6 +147,40 @@ def test_misuse_is_one_sentence_on_stderr_and_2(arguments: list[str], sentence: 
     assert printed.err.startswith("moediff: ")
     assert printed.err.count("\n") == 1
     assert sentence in printed.err
+
+
+RECORD = Record.of(
+    Start(case=FIRST.case.id, entry="layer", backend="interpreter", fields=asdict(FIRST.case), environment={}, worker="gw0"),
+    verdict=Verdict(outcome=Outcome.PASS, claim=""),
+    status=Status.CLEAN,
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"\xff\xfe\n", ":1: not UTF-8 text (byte 0xff)"),
+        (
+            RECORD.to_json().encode() + b"\n" + replace(RECORD, fields={}).to_json().encode(),
+            ":2: not a record ('fields' lacks 'activation')",
+        ),
+        (replace(RECORD, environment=3).to_json().encode(), ":1: not a record ('environment' is 3, not an object)"),  # type: ignore[arg-type]
+        (replace(RECORD, backend="zzz").to_json().encode(), ":1: not a record (unknown backend 'zzz'; the backends are"),
+        (replace(RECORD, case="zzz").to_json().encode(), ":1: not a record (id 'zzz' has 1 of at least 8 parts"),
+        (b"[" * 100_000, ":1: not a record ("),
+        (b"", " holds no records; name the directory of a run that compared something"),
+    ],
+    ids=["bytes", "fields", "environment", "backend", "case", "deep", "empty"],
+)
+def test_a_matrix_of_what_are_no_records_names_file_and_line(
+    content: bytes, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "records.jsonl").write_bytes(content)
+    assert main(["matrix", str(tmp_path), "--records", str(tmp_path / "out")]) == Exit.MISUSE
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"moediff: {tmp_path / 'records.jsonl'}{says}")
+    assert printed.err.count("\n") == 1
 
 
 def test_a_malformed_ledger_is_named_by_file_and_line(

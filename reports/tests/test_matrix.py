@@ -106,6 +106,10 @@ def test_a_backend_that_is_always_refused_is_a_line() -> None:
     assert "no [" not in text
 
 
+def test_a_backend_that_runs_only_what_no_backend_decides_is_a_column() -> None:
+    assert "ran" in render(cells([replace(RAN, ran={"experts_class": "fused_experts"})]))
+
+
 def test_the_file_holds_every_cell(tmp_path: Path) -> None:
     found = cells([LOADS, NO])
     assert write(tmp_path, found) == tmp_path / FILE
