@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import fnmatch
 import re
+import sys
 import tomllib
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields
+from datetime import date
 from enum import StrEnum
+from itertools import accumulate
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,6 +29,10 @@ LEDGER = Path(__file__).parent.parent / "cases" / "known_issues.toml"
 _HEADER = re.compile(r"^\s*\[\[\s*issue\s*\]\]\s*(#.*)?$")
 _NO_FAULT = (Outcome.PASS, Outcome.UNSUPPORTED, Outcome.UNAVAILABLE)
 _TOML_LINE = re.compile(r"\(at line (\d+)")
+_TEXT = re.compile(
+    r'''"""(?:\\.|[^\\])*?"{3,5}|\'{3}.*?\'{3,5}|"(?:\\.|[^"\\\n])*"|\'[^\'\n]*\'|#[^\n]*''', re.DOTALL
+)  # TOML's strings and comments
+_DATE = re.compile(r"\d{4}-\d\d-\d\d", re.ASCII)
 
 T = TypeVar("T", Entry, Outcome, Level)
 
@@ -139,7 +146,13 @@ def load(path: Path = LEDGER) -> Ledger:
         found = _TOML_LINE.search(str(error))
         line = found[1] if found else str(len(text.splitlines()))
         raise LedgerError(f"{path}:{line}: not TOML ({error})") from None
-    lines = [number for number, line in enumerate(text.splitlines(), 1) if _HEADER.match(line)]
+    except ValueError:  # of int()
+        most = sys.get_int_max_str_digits()
+        line = _line_of(text, re.search(rf"\d(?:_?\d){{{most}}}", text))
+        raise LedgerError(f"{path}:{line}: a number of more than {most} digits; only strings and lists of strings belong here") from None
+    except RecursionError:
+        raise LedgerError(f"{path}:{_deepest(text)}: brackets nested too deep; only strings and lists of strings belong here") from None
+    lines = [number for number, line in enumerate(_bare(text).split("\n"), 1) if _HEADER.match(line)]
     entries = document.pop("issue", [])
     if document or not isinstance(entries, list) or len(lines) != len(entries):
         raise LedgerError(f"{path}:1: only [[issue]] tables belong here, found {', '.join(document) or 'another form of `issue`'}")
@@ -148,6 +161,29 @@ def load(path: Path = LEDGER) -> Ledger:
         if sum(other.id == issue.id for other in issues) > 1:
             raise LedgerError(f"{path}:{line}: id '{issue.id}' is used twice; give each entry its own")
     return Ledger(issues=issues)
+
+
+def _bare(text: str) -> str:
+    """The text without strings and comments, on the same lines."""
+    return _TEXT.sub(lambda found: "\n" * found[0].count("\n"), text)
+
+
+def _line_of(text: str, found: re.Match[str] | None) -> int:
+    return text.count("\n", 0, found.start()) + 1 if found else 1
+
+
+def _deepest(text: str) -> int:
+    """The line in which most brackets are open at once."""
+    depths = accumulate(line.count("[") + line.count("{") - line.count("]") - line.count("}") for line in _bare(text).split("\n"))
+    return max(enumerate(depths, 1), key=lambda each: each[1])[0]
+
+
+def _date(text: str) -> bool:
+    """Whether it is YYYY-MM-DD."""
+    try:
+        return _DATE.fullmatch(text) is not None and bool(date.fromisoformat(text))
+    except ValueError:
+        return False
 
 
 def _issue(path: Path, line: int, entry: dict[str, object]) -> KnownIssue:
@@ -165,6 +201,8 @@ def _issue(path: Path, line: int, entry: dict[str, object]) -> KnownIssue:
     texts = {name: value for name, value in entry.items() if name not in ("backends", "cases")}
     if bad := [name for name, value in texts.items() if not isinstance(value, str) or not value.strip()]:
         raise wrong(f"'{bad[0]}' must be a non-empty string, got {entry[bad[0]]!r}")
+    if not _date(str(entry["since"])):
+        raise wrong(f"'since' is {entry['since']!r}; it must be a date, such as 2026-11-30")
     backends = entry["backends"]
     if not isinstance(backends, list) or not backends:
         raise wrong(f"'backends' must be a non-empty list, got {backends!r}")

@@ -92,6 +92,12 @@ def test_an_entry_that_matches_nothing_is_named(tmp_path: Path) -> None:
         (ENTRY.replace('link = "x"', "link = x"), 10, "not TOML"),
         (ENTRY + ENTRY, 2, "id 'a' is used twice"),
         ('title = "x"\n' + ENTRY, 1, "only [[issue]] tables belong here"),
+        ('issue = "x"\n', 1, "only [[issue]] tables belong here, found another form of `issue`"),
+        (ENTRY + f"level = {'1' * 5000}\n", 13, "a number of more than 4300 digits"),
+        (ENTRY + f"level = {'[' * 3000}\n", 13, "brackets nested too deep"),
+        (ENTRY.replace("2026-11-30", "yesterday"), 2, "'since' is 'yesterday'; it must be a date, such as 2026-11-30"),
+        (ENTRY.replace("2026-11-30", "20261130"), 2, "'since' is '20261130'; it must be a date, such as 2026-11-30"),
+        (ENTRY.replace("2026-11-30", "2026-11-31"), 2, "'since' is '2026-11-31'; it must be a date, such as 2026-11-30"),
     ],
 )
 def test_a_malformed_file_is_told_by_file_and_line(tmp_path: Path, text: str, line: int, says: str) -> None:
@@ -100,6 +106,15 @@ def test_a_malformed_file_is_told_by_file_and_line(tmp_path: Path, text: str, li
         load(path)
     assert str(error.value).startswith(f"{path}:{line}: ")
     assert says in str(error.value)
+
+
+def test_a_note_may_speak_of_an_entry(tmp_path: Path) -> None:
+    note = 'note = """\nsee\n[[issue]]\nid = 3\n"""\n'
+    assert load(written(tmp_path, ENTRY.replace('note = "n"\n', note))).issues[0].note == "see\n[[issue]]\nid = 3\n"
+    text = ENTRY.replace('note = "n"\n', note) + ENTRY.replace('id = "a"', 'id = "b"').replace('link = "x"', 'link = ""')
+    with pytest.raises(LedgerError) as error:
+        load(written(tmp_path, text))
+    assert str(error.value).startswith(f"{tmp_path / 'ledger.toml'}:{ENTRY.count(chr(10)) + 4 + 2}: 'link'")
 
 
 def test_a_file_that_is_not_utf_8_is_told_by_file_and_line(tmp_path: Path) -> None:
