@@ -132,7 +132,7 @@ class MoECase:
         stored = CheckpointFormat.PLAIN if parts[3] == _ONLINE else _member(text, "checkpoint", parts[3], CheckpointFormat, _ONLINE)
         activation = _member(text, "activation", parts[4], Activation)
         dtype = _member(text, "hidden dtype", parts[5], Format)
-        sizes = re.fullmatch(r"e(\d+)k(\d+)m(\d+)h(\d+)i(\d+)", parts[6], re.ASCII)
+        sizes = re.fullmatch("".join(rf"{size}({_NUMBER})" for size in "ekmhi"), parts[6], re.ASCII)
         if sizes is None:
             raise _bad_part(text, "sizes", parts[6], "e<E>k<k>m<M>h<H>i<I>, such as e4k2m8h128i64")
         experts, top_k, tokens, hidden, intermediate = map(int, sizes.groups())
@@ -168,6 +168,7 @@ class MoECase:
 _ONLINE = "online"  # stands where the checkpoint format stands: a plain checkpoint, quantized while loading
 _FLAGS = ("bias", "norenorm", "onin", "tight", "lattice")
 _FIXED = 8
+_NUMBER = r"\d{1,100}"  # int() refuses thousands of digits
 ID_SHAPE = (
     "<weight>-<weight scale>-<act scale>-<checkpoint>-<activation>-<dtype>-e<E>k<k>m<M>h<H>i<I>-<routing>"
     "[-bias][-norenorm][-onin][-tight][-lattice][-s<seed>]"
@@ -189,7 +190,7 @@ def _tail(text: str, parts: list[str]) -> tuple[set[str], int]:
     seed = 0
     flags: set[str] = set()
     for part in parts:
-        number = re.fullmatch(r"s([1-9]\d*)", part, re.ASCII)
+        number = re.fullmatch(rf"s(?!0)({_NUMBER})", part, re.ASCII)
         if number is not None:
             seed = int(number[1])
         elif part in _FLAGS:

@@ -23,6 +23,9 @@ _ONLINE_SCHEMES = {  # quantization/online/{fp8,int8}.py: the weight's layout fi
     (Format.INT8, Layout.CHANNEL): ActScale.NONE,
     **packed.ONLINE,
 }
+_LARGEST = 2**20  # of each size
+_ELEMENTS = 2**33  # of a tensor or a checkpoint; offsets past 2^31 are asked for
+_SEEDS = 2**63
 _MODELOPT_FP8 = (Format.E4M3FN, Layout.TENSOR, ActScale.STATIC_TENSOR)
 
 
@@ -67,10 +70,23 @@ def _sizes(case: MoECase) -> Iterator[str]:
         value = getattr(case, name)
         if value < 1:
             yield f"{name} must be at least 1, got {value}"
+        if value > _LARGEST:
+            yield f"{name} must be at most {_LARGEST}, got {value}"
+    for what, elements in (
+        ("weights", len(case.projections) * case.experts * case.hidden * case.intermediate),
+        ("hidden states", case.tokens * case.hidden),
+        ("router logits", case.tokens * case.experts),
+        ("intermediate", case.tokens * case.top_k * case.w13_rows),
+        ("output of each expert", case.tokens * case.top_k * case.hidden),
+    ):
+        if elements > _ELEMENTS:
+            yield f"the {what} must have at most {_ELEMENTS} elements, got {elements}"
     if case.top_k > case.experts:
         yield f"top_k must be at most experts, got top_k {case.top_k} of {case.experts} experts"
     if case.seed < 0:
         yield f"seed must be at least 0, got {case.seed}"
+    if case.seed >= _SEEDS:
+        yield f"seed must be at most {_SEEDS - 1}, got {case.seed}"
 
 
 def _unquantized(case: MoECase) -> Iterator[str]:

@@ -61,6 +61,12 @@ def test_any_valid_case_reads_back(case: MoECase, change: dict[str, object]) -> 
         (BLOCK, {"weight": Format.INT8}, "int8 block128 exists through the direct entry (raw) only, got ct"),
         (BLOCK, {"checkpoint": CheckpointFormat.PLAIN}, "a plain checkpoint holds no codes"),
         (PLAIN, {"seed": -1}, "seed must be at least 0, got -1"),
+        (PLAIN, {"experts": 2**20 + 1}, "experts must be at most 1048576, got 1048577"),
+        (PLAIN, {"tokens": 10**30}, "tokens must be at most 1048576, got 1000000000000000000000000000000"),
+        (PLAIN, {"seed": 2**63}, "seed must be at most 9223372036854775807, got 9223372036854775808"),
+        (PLAIN, {"experts": 2**17, "tokens": 2**17}, "the router logits must have at most 8589934592 elements, got 17179869184"),
+        (PLAIN, {"hidden": 2**17, "intermediate": 2**15}, "the weights must have at most 8589934592 elements, got 51539607552"),
+        (PLAIN, {"tokens": 2**20, "intermediate": 2**13}, "the intermediate must have at most 8589934592 elements, got 34359738368"),
     ],
 )
 def test_an_invalid_case_names_the_rule_and_the_value(case: MoECase, change: dict[str, object], says: str) -> None:
@@ -81,6 +87,8 @@ def test_an_invalid_case_names_the_rule_and_the_value(case: MoECase, change: dic
         (PLAIN.id + "-bias-bias", "bias"),
         (PLAIN.id + "-wings", "wings"),
         (PLAIN.id + "-s0", "s0"),
+        (PLAIN.id.replace("e4k2", f"e{'4' * 5000}k2"), "expected e<E>k<k>m<M>h<H>i<I>"),
+        (f"{PLAIN.id}-s{'4' * 5000}", "or s<seed>"),
     ],
 )
 def test_a_bad_id_names_the_bad_part(text: str, says: str) -> None:
