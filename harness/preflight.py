@@ -21,9 +21,14 @@ def require(*modules: str) -> None:
             raise not_installed(name)
 
 
+def has_vllm() -> bool:
+    """Whether a vLLM is installed here."""
+    return importlib.util.find_spec("vllm") is not None
+
+
 def why_not(backend: Backend) -> Misuse | None:
     """What keeps vLLM from running on ``backend`` here, and what to do about it; None when nothing that can be seen from outside."""
-    if importlib.util.find_spec("vllm") is None:
+    if not has_vllm():
         return Misuse("vLLM is not installed in this environment: `tox run -e interpreter` makes one that has it")
     if SPECS[backend].needs_gpu:
         missing = f"backend '{backend}' needs an NVIDIA GPU and none is visible: use --backend {Backend.INTERPRETER} on this machine"

@@ -22,7 +22,7 @@ import pytest
 
 from cases.case import Entry, Level, MoECase
 from cases.generate import pairs
-from harness import ledger, loading
+from harness import ledger, loading, preflight
 from harness.backends import Backend
 from harness.subject import SubjectUnavailable
 from harness.suite import subjects
@@ -98,6 +98,7 @@ def pytest_configure() -> None:
     sys.modules["harness.exact"] = exact
     Options.related = lambda self: ()  # type: ignore[method-assign]
     loading.chosen = lambda options: ()
+    preflight.has_vllm = lambda: True  # the stub needs none
     subjects.open_subject = lambda spec, backend, *, on_cpu=False: open_stub(spec, backend)
     if file := os.environ.get("STUB_LEDGER"):
         ledger.LEDGER = Path(file)
