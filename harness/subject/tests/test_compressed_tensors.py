@@ -3,10 +3,10 @@ values. Here, because the package comes with vLLM."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
-from compressed_tensors.compressors.base import BaseCompressor
-from compressed_tensors.quantization import QuantizationScheme
 
 from cases import packed
 from cases.case import MoECase
@@ -17,6 +17,12 @@ from references.formats import decode, round_to
 from references.moe import Projection
 from references.scales import over_columns
 from references.vocabulary import CheckpointFormat, Format, Layout
+
+if TYPE_CHECKING:
+    from compressed_tensors.compressors.base import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+pytestmark = pytest.mark.usefixtures("interpreter")  # the package imports triton, which the lane must find not yet imported
 
 SCHEMES = [(weight, layout, act) for (weight, layout, act), files in packed.SCHEMES.items() if CheckpointFormat.COMPRESSED_TENSORS in files]
 NOT_THE_WEIGHTS = {"input_global_scale"}
@@ -40,6 +46,9 @@ def values(projection: Projection) -> torch.Tensor:
 def compressor(case: MoECase) -> tuple[type[BaseCompressor], QuantizationScheme]:
     config = quantization_config(case)
     assert config is not None
+    from compressed_tensors.compressors.base import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
     scheme = QuantizationScheme(**config["config_groups"]["group_0"])
     return BaseCompressor.get_value_from_registry(config["format"]), scheme
 
