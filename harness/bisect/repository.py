@@ -154,13 +154,14 @@ def apply_patch(patch: Path, root: Path) -> None:
     """Apply the part of ``patch`` that lies in the sources to the files below ``root``, which is no repository.
 
     Raises:
+        StateError: it is no patch.
         StateUnavailable: it touches none of the sources, or does not apply; the first refused hunk is quoted.
     """
     include = [f"--include={folder}/*" for folder in SOURCES]
     outside = {"GIT_CEILING_DIRECTORIES": str(root.resolve().parent)}  # else a repository around the cache makes git skip every file
     touched = git("apply", "--numstat", *include, str(patch.resolve()), where=root, check=False, environment=outside)
     if touched.returncode:
-        raise StateUnavailable(f"{patch} is no patch that git reads: {last_line(touched.stderr)}")
+        raise StateError(f"{patch} is no patch that git reads: {last_line(touched.stderr)}")
     if not touched.stdout.strip():
         raise StateUnavailable(f"{patch} changes no file below vllm/: there is nothing to try")
     done = git("apply", "--whitespace=nowarn", *include, str(patch.resolve()), where=root, check=False, environment=outside)

@@ -139,22 +139,26 @@ def test_a_patch_is_applied_even_inside_another_repository(checkout: Checkout, i
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    ("text", "code", "sentence"),
     [
-        (PATCH.replace("'second'", "'other'"), "{patch} does not apply: patch failed: vllm/state.py:1"),
-        (PATCH.split("diff --git a/vllm")[0], "{patch} changes no file below vllm/: there is nothing to try"),
-        ("no patch at all\n", '{patch} is no patch that git reads: error: No valid patches in input (allow with "--allow-empty")'),
+        (PATCH.replace("'second'", "'other'"), Exit.CANNOT_TELL, "{patch} does not apply: patch failed: vllm/state.py:1"),
+        (PATCH.split("diff --git a/vllm")[0], Exit.CANNOT_TELL, "{patch} changes no file below vllm/: there is nothing to try"),
+        (
+            "no patch at all\n",
+            Exit.MISUSE,
+            '{patch} is no patch that git reads: error: No valid patches in input (allow with "--allow-empty")',
+        ),
     ],
 )
 def test_a_patch_that_does_not_apply(
-    text: str, sentence: str, checkout: Checkout, cache: Cache, installed: Installation, tmp_path: Path
+    text: str, code: Exit, sentence: str, checkout: Checkout, cache: Cache, installed: Installation, tmp_path: Path
 ) -> None:
     patch = tmp_path / "fix.patch"
     patch.write_text(text)
-    with pytest.raises(StateUnavailable) as caught:
+    with pytest.raises(StateError) as caught:
         plant(f"P=HEAD+{patch}", cache, installed, checkout.path)
     assert str(caught.value) == sentence.format(patch=patch)
-    assert caught.value.exit == Exit.CANNOT_TELL
+    assert caught.value.exit == code
     assert cache.entries() == []
 
 
