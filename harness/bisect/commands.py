@@ -40,6 +40,7 @@ from harness.suite.options import parse_backend
 
 EPILOG = "exit codes, as `git bisect run` takes them: 0 good, 1 bad, 125 cannot tell, 128 misuse"
 SEARCHES = "searches"  # folder in the cache: the log and the last page of each search
+_MOST = 1e12  # GiB or days
 Subparsers = Any  # argparse gives its type no public name
 
 
@@ -82,8 +83,11 @@ def add_subcommands(commands: Subparsers) -> None:
 
 
 def _amount(text: str) -> float:
-    number = float(text)
-    if not 0 <= number < math.inf:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number <= _MOST:
         raise argparse.ArgumentTypeError(f"'{text}' is no amount")
     return number
 

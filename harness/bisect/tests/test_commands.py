@@ -271,6 +271,8 @@ def test_probe_under_a_real_git_bisect_run(checkout: Checkout, tmp_path: Path, f
         (["probe", "--script", "absent.py"], "there is no file absent.py"),
         (["probe", "--script", __file__, CASE], f"--script takes the place of cases: leave {CASE} out"),
         (["cache", "--limit", "nan"], "argument --limit: 'nan' is no amount; see `moediff cache --help`"),
+        (["cache", "--limit", "1e308"], "argument --limit: '1e308' is no amount; see `moediff cache --help`"),
+        (["cache", "--limit", "abc"], "argument --limit: 'abc' is no amount; see `moediff cache --help`"),
         (["cache", "--older-than", "-1"], "argument --older-than: '-1' is no amount; see `moediff cache --help`"),
         (["compare"], "name a revision to compare with its parent, or states with --state NAME=STATE"),
         (["compare", "--state", "A=release:1.0"], "one state has nothing to be compared with"),
