@@ -14,7 +14,8 @@ from harness.backends import Backend, declared_refusal, has_entry
 from harness.exits import Misuse
 from harness.relations import EXACT, Relation, asked
 
-_LONGEST = 120  # characters of a wrong id that a message repeats
+_LONGEST = 120  # characters of what is wrong that a message repeats
+_DEEPER = 50  # parentheses: pytest and xdist stand further down the stack when they read -k
 
 
 class Pair(NamedTuple):
@@ -47,6 +48,10 @@ def repeat(pair: Pair, backend: Backend, subject: str = "vllm") -> str:
     return f"moediff run {pair.case.id} --entry {pair.entry} --backend {backend}{other}"
 
 
+def _shown(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({len(text)} characters)"
+
+
 def parse_level(text: str) -> Level:
     """Raises Misuse for an unknown level."""
     try:
@@ -68,7 +73,7 @@ def parse_case(text: str) -> MoECase:
     try:
         return MoECase.from_id(text)
     except InvalidCase as error:
-        shown = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({len(text)} characters)"
+        shown = _shown(text)
         reason = str(error).replace(repr(text), repr(shown)) if text else str(error)
         raise Misuse(f"'{shown}' is not a case: {reason}; `moediff list` prints ids that are") from None
 
@@ -77,8 +82,12 @@ def parse_expression(text: str) -> str:
     """What ``-k`` takes. Raises Misuse: under xdist a bad one would end every worker and not say why."""
     try:
         Expression.compile(text)
+        if text.strip():
+            Expression.compile(f"{'(' * _DEEPER}{text}{')' * _DEEPER}")
     except SyntaxError as error:
-        raise Misuse(f"'{text}' is not an expression for -k ({error.msg}); write words joined by and, or, not") from None
+        raise Misuse(f"'{_shown(text)}' is not an expression for -k ({error.msg}); write words joined by and, or, not") from None
+    except RecursionError:
+        raise Misuse(f"'{_shown(text)}' is not an expression for -k (its parentheses are nested too deep); use fewer of them") from None
     return text
 
 

@@ -22,7 +22,7 @@ from harness.commands.output import say
 from harness.environment import child_environ
 from harness.exits import Exit, Misuse
 from harness.preflight import check
-from harness.suite.options import made, parse_backend
+from harness.suite.options import made, parse_backend, parse_records
 from reports.records import MERGED, Record, RecordsUnreadable, Status, merge, read, write
 
 EVERY = "all"
@@ -33,7 +33,7 @@ def main(arguments: Namespace) -> int:
     """Exit 0 when every cell is as declared and as the ledger says, 1 otherwise. Raises Misuse or LedgerError."""
     from reports import matrix
 
-    directory = made(Path(arguments.records)) / f"{datetime.now():%Y%m%d-%H%M%S}-matrix-{os.getpid()}"
+    directory = made(parse_records(arguments.records)) / f"{datetime.now():%Y%m%d-%H%M%S}-matrix-{os.getpid()}"
     if arguments.runs:
         records = [record for run in arguments.runs for record in _recorded(Path(run))]
         write(made(directory) / MERGED, records)

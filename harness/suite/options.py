@@ -97,7 +97,7 @@ class Options:
         architecture: str | None = None,
     ) -> Options:
         """From what was typed; ``selected``: fewer tests were asked for in another way. Raises Misuse with a sentence for what is wrong."""
-        named = tuple(cases)
+        named = tuple(dict.fromkeys(cases))
         narrowed = bool(named or entry or selected) | bool(parse_expression(expression))
         found = cls(
             backend=Backend.INTERPRETER if architecture and not backend else parse_backend(backend),
@@ -106,7 +106,7 @@ class Options:
             cases=named,
             entry=None if entry is None else parse_entry(entry),
             subject=subjects.parse(subject),
-            records=Path(records).absolute(),
+            records=parse_records(records).absolute(),
             whole=not narrowed,
         )
         if not found.whole or subject != subjects.VLLM:
@@ -140,6 +140,13 @@ def parse_backend(text: str | None) -> Backend:
         return Backend.parse(text)
     except UnknownBackend as error:
         raise Misuse(str(error)) from None
+
+
+def parse_records(text: str) -> Path:
+    """The directory for records. Raises Misuse."""
+    if not text.strip():
+        raise Misuse(f"--records names no directory; leave it out for {OUT}")
+    return Path(text)
 
 
 def made(records: Path) -> Path:

@@ -119,6 +119,11 @@ def test_doctor_says_what_is_installed_and_why_a_backend_cannot_run(
         (["list", "--level", "all"], "unknown level 'all'"),
         (["list", "--entry", "back"], "unknown entry 'back'; the entries are layer, fused_experts"),
         (["run", "--subject", "fake", "-k", "and and"], "'and and' is not an expression for -k (expected not OR left parenthesis"),
+        (["run", "--subject", "fake", "-k", "(" * 3000], "is not an expression for -k (its parentheses are nested too deep)"),
+        (["run", "--subject", "fake", "-k", "(" * 300 + "a" + ")" * 300], "nested too deep"),
+        (["run", "--subject", "fake", "--records", ""], "--records names no directory; leave it out for reports/out"),
+        (["matrix", "--records", "", "."], "--records names no directory; leave it out for reports/out"),
+        (["show", "int8-channel-static-quark-silu-fp16-e99999999k2m99999999h128i64-balanced"], "is not a case: experts must be at most"),
         (["run", "--subject", "fake", "--records", str(Path(__file__) / "below")], "records cannot be written to"),
         (["run", "--subject", "fake", "-n", "-1"], "-n takes a number of worker processes, 0 for none, or auto, not '-1'"),
         (["run", "--subject", "fake", "-n", "foo"], "not 'foo'"),
@@ -268,6 +273,12 @@ def test_run_one_case_from_anywhere(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed" in done.stdout
     assert len(list(tmp_path.glob("out/*/records.jsonl"))) == 1
+
+
+def test_a_case_named_twice_runs_once(tmp_path: Path) -> None:
+    done = stubbed(tmp_path, FIRST.case.id, FIRST.case.id, "--entry", FIRST.entry, "--backend", "interpreter")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
 
 
 def test_run_with_an_expression_that_matches_nothing_is_misuse(tmp_path: Path) -> None:
