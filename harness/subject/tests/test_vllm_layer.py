@@ -178,6 +178,6 @@ def test_an_operator_without_a_stand_in_is_named(subject: VllmSubject) -> None:
     from harness.subject.vllm_compat import probe_surface
 
     with pytest.raises(NotImplementedError) as raised:
-        torch.ops._C.situ_and_mul(torch.zeros(1, 4), torch.zeros(1, 8), 1.0, -1.0)
-    assert verbatim(raised.value).startswith("compiled operator _C::situ_and_mul has no CPU implementation in the interpreter lane")
+        torch.ops._C.rms_norm(torch.zeros(1, 4), torch.zeros(1, 4), torch.zeros(4), 1e-6)
+    assert verbatim(raised.value).startswith("compiled operator _C::rms_norm has no CPU implementation in the interpreter lane")
     assert not is_refusal(raised.value, probe_surface().package)
