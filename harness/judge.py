@@ -34,9 +34,9 @@ _SHOWN = 8  # gains per verdict
 
 def raised(outcome: Outcome, detail: str) -> Verdict:
     """vLLM raised where the table says it works. The signature is the exception with its first sentence."""
-    claim = "the checkpoint loads" if outcome is Outcome.LOAD_ERROR else "the loaded layer runs"
+    claim = "the checkpoint must load" if outcome is Outcome.LOAD_ERROR else "the loaded layer must run"
     first = detail.strip().partition("\n")[0]
-    return Verdict(outcome=outcome, claim=f"{claim}; vLLM raised {first}", detail=detail, signature=first)
+    return Verdict(outcome=outcome, claim=f"{claim}, but vLLM raised {first}", detail=detail, signature=first)
 
 
 def not_refused(reason: str) -> Verdict:

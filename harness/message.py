@@ -28,7 +28,7 @@ def message(verdict: Verdict, *, pair: str, backend: str, environment: Mapping[s
         lines.append(_line("fits", _fits(verdict.fits)))
     if verdict.signature:
         lines.append(_line("known as", verdict.signature))
-    lines += [_line("vLLM", text) for text in verdict.detail.strip().splitlines()]
+    lines += [_line("detail", text) for text in verdict.detail.strip().splitlines()]
     told = " · ".join(f"{name} {environment[name]}" for name in _ENVIRONMENT if environment.get(name))
     lines += [_line("env", told)] if told else []
     return "\n".join([*lines, _line("again", again)])

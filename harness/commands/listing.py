@@ -24,7 +24,8 @@ def main(arguments: Namespace) -> int:
         found, count = [pair.id for pair in pairs], f"{len(pairs)} pairs of {len({pair.case for pair in pairs})} cases"
         what = f"pair of level {level}"
     if not found:
+        hint = "" if arguments.relations else "; lattice cases are listed with --relations"
         words = " and ".join(f"'{word}'" for word in arguments.words)
-        raise Misuse(f"no {what}{f' has {words} in its id' if words else ''}; leave words or --entry out to see more")
+        raise Misuse(f"no {what}{f' has {words} in its id' if words else ''}; leave words or --entry out to see more{hint}")
     say(count if arguments.count else "\n".join(found))
     return Exit.AS_THE_LEDGER_SAYS
