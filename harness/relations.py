@@ -219,6 +219,12 @@ EXEMPTIONS: tuple[Exemption, ...] = (
         when=lambda place: _quantized_first(place.case, place.recipe),
         shown_by=(f"int8-tensor-static-raw-silu-bf16-{_SIZE}-onin-lattice", _DIRECT),
     ),
+    Exemption(
+        relation=Relation.WEIGHT_ON_INPUT,
+        reason="a router's weight of 3/4 is one step off where it is not rounded to 16 bits: 1 + 1/3 is no float32",
+        when=lambda place: place.entry is Entry.LAYER and place.case.dtype is Format.FP32,
+        shown_by=("int8-channel-dyntoken-ct-gelu-fp32-e8k1m2h192i96-balanced-bias-norenorm-onin-lattice", Entry.LAYER),
+    ),
 )
 
 
