@@ -383,18 +383,18 @@ def router_weights(weights: torch.Tensor, experts: int, exact: bool) -> Interval
     return store(Interval(weights - radius, weights + radius), Format.FP32)
 
 
-def sum_over_slots(x: Interval) -> Interval:
-    """Sum over k of [M, k, H], in fp32 and any order. Two addends have one order; more follow the accumulator model."""
+def sum_over_slots(x: Interval, fmt: Format | None = None) -> Interval:
+    """Sum over k of [M, k, H], in any order, in fp32 or in ``fmt``, which the addends are of: k - 2 roundings before the output's."""
     slots = x.low.shape[1]
-    total = Interval(x.low.sum(1), x.high.sum(1))
+    total, size = Interval(x.low.sum(1), x.high.sum(1)), torch.maximum(x.low.abs(), x.high.abs()).sum(1)
+    if fmt is not None:
+        u = 2.0 ** -limits(fmt).significand_bits
+        error = max(slots - 2, 0) * u * (1.0 + u) ** slots * size
+        return widen(total, error, error)
     if slots <= 2:
         return store(total, Format.FP32) if slots == 2 else total
-    size = torch.maximum(x.low.abs(), x.high.abs()).sum(1)
     ulp = _magnitude_ulp(size * (1.0 + 2.0 * slots * U32))
-    on_grid = torch.ones_like(ulp, dtype=torch.bool)
-    for end in (x.low, x.high):
-        ratio = end / ulp.unsqueeze(1)
-        on_grid &= (ratio == torch.round(ratio)).all(1)
-    on_grid &= (x.low == x.high).all(1)
+    ratio = x.low / ulp.unsqueeze(1)
+    on_grid = ((x.low == x.high) & (ratio == torch.round(ratio))).all(1)
     error = torch.where(on_grid, torch.zeros_like(ulp), (slots - 1) * ulp / 2.0)
     return widen(total, error, error)

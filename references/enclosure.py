@@ -26,7 +26,7 @@ from references.formats import limits, round_to
 from references.gating import gated_interval, has_parameters
 from references.loading import LoadedExpert, Matrix
 from references.microscaling import nvfp4, nvfp4_hull
-from references.moe import Routing, reads_tf32, static_rows
+from references.moe import Routing, reads_tf32, rows_of_each, static_rows
 from references.vocabulary import Accumulator, Activation, ActQuant, Epilogue, Format, Recipe, RouterWeight, Swiglu
 
 Trace = Callable[[str, Interval], None]  # told what each step made, by name, before the rounding that stores it
@@ -81,7 +81,8 @@ def _expert_gemms(
     name: str,
 ) -> Interval:
     """All experts' GEMM over the flattened (token, slot) rows [M*k, K] -> stored result [M*k, N]."""
-    codes, scale = _entering(rows, how, static_scale)
+    owner = routing.topk_ids.flatten()
+    codes, scale = _entering(rows, how, static_scale, owner)
     if how is None and reads_tf32(recipe):
         codes = exactly(tf32(codes.low)) if codes.low is codes.high else Interval(tf32(codes.low), tf32(codes.high))
     trace(f"codes entering {name}", codes)
@@ -89,7 +90,6 @@ def _expert_gemms(
         trace(f"activation scales of {name}", scale)
     stored = recipe.output if how is None else how.store or how.format
     prepared = operand(codes, stored, recipe.accumulator)
-    owner = routing.topk_ids.flatten()
     in_fp32 = recipe.epilogue is Epilogue.FP32
     low = rows.low.new_empty(rows.low.shape[0], matrices[0].codes.shape[0])
     high = torch.empty_like(low)
@@ -117,16 +117,33 @@ def _expert_gemms(
     return _store_through(Interval(low, high), recipe.compute) if in_fp32 else Interval(low, high)
 
 
-def _entering(rows: Interval, how: ActQuant | None, static_scale: torch.Tensor | None) -> tuple[Interval, Interval | None]:
+def _entering(
+    rows: Interval, how: ActQuant | None, static_scale: torch.Tensor | None, owner: torch.Tensor
+) -> tuple[Interval, Interval | None]:
     """Codes and scales; the values themselves and no scale where they are multiplied out."""
     if how is None:
         return rows, None
+    if how.per_expert:
+        return _entering_by_expert(rows, replace(how, per_expert=False), static_scale, owner)
     if not how.microscaled:
         return quantize(rows, how, static_scale)
     assert static_scale is not None
     if rows.low is rows.high:
         return exactly(nvfp4(rows.low, static_scale, how)), None
     return Interval(*nvfp4_hull(rows.low, rows.high, static_scale, how)), None
+
+
+def _entering_by_expert(
+    rows: Interval, how: ActQuant, static_scale: torch.Tensor | None, owner: torch.Tensor
+) -> tuple[Interval, Interval | None]:
+    parts = rows_of_each(owner)
+    quantized = [quantize(rows[mine], how, None if static_scale is None else static_scale[mine]) for mine in parts]
+    back = torch.cat(parts).argsort()
+    codes, scale = (
+        Interval(torch.cat([each[which].low for each in quantized])[back], torch.cat([each[which].high for each in quantized])[back])
+        for which in (0, 1)
+    )
+    return codes, scale
 
 
 def _finished(x: Interval, matrix: Matrix, recipe: Recipe) -> Interval:
@@ -227,6 +244,6 @@ def enclose(
         out = store(times(out, store(flat, recipe.output)), recipe.output)
     if recipe.router_weight is RouterWeight.SUM:
         out = store(times(out, flat), Format.FP32)  # the exact product too, where it is fused into the addition
-    total = sum_over_slots(Interval(out.low.reshape(tokens, top_k, -1), out.high.reshape(tokens, top_k, -1)))
+    total = sum_over_slots(Interval(out.low.reshape(tokens, top_k, -1), out.high.reshape(tokens, top_k, -1)), recipe.slots_store)
     trace("the sum over k", total)
     return total

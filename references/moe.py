@@ -87,10 +87,22 @@ def quantized_rows(rows: torch.Tensor, how: ActQuant | None, static_scale: torch
     return quantized.codes * quantized.scale
 
 
-def entering(rows: torch.Tensor, how: ActQuant | None, recipe: Recipe, static_scale: torch.Tensor | None) -> torch.Tensor:
-    """``quantized_rows``, and TF32 where a tensor core reads fp32 rows."""
+def entering(
+    rows: torch.Tensor, how: ActQuant | None, recipe: Recipe, static_scale: torch.Tensor | None, owner: torch.Tensor
+) -> torch.Tensor:
+    """``quantized_rows``, all or those of each expert (``owner`` [R]) by themselves, and TF32 where a tensor core reads fp32 rows."""
+    if how is not None and how.per_expert:
+        values = torch.empty_like(rows)
+        for mine in rows_of_each(owner):
+            values[mine] = quantized_rows(rows[mine], how, None if static_scale is None else static_scale[mine])
+        return values
     values = quantized_rows(rows, how, static_scale)
     return tf32(values) if how is None and reads_tf32(recipe) else values
+
+
+def rows_of_each(owner: torch.Tensor) -> list[torch.Tensor]:
+    """Indices of the rows of each expert that has any; owner [R]."""
+    return [(owner == e).nonzero().flatten() for e in owner.unique().tolist()]
 
 
 def reads_tf32(recipe: Recipe) -> bool:
@@ -134,8 +146,8 @@ def forward(
             raise ValueError(f"the router weight can be applied to the hidden states for top-k 1 only, got {top_k}")
         x = round_to(x * round_to(weights, hidden_format), hidden_format)
     rows = x.repeat_interleave(top_k, 0)
-    first = entering(rows, recipe.a1, recipe, static_rows([e.a1_scale for e in loaded], routing.topk_ids))
     owner = routing.topk_ids.flatten()
+    first = entering(rows, recipe.a1, recipe, static_rows([e.a1_scale for e in loaded], routing.topk_ids), owner)
     used = [(e, (owner == e).nonzero().flatten()) for e in range(len(loaded))]
     h13 = x.new_empty(tokens * top_k, loaded[0].w13.codes.shape[0])
     for e, mine in used:
@@ -144,7 +156,7 @@ def forward(
             product = product * weights[mine] if recipe.router_weight is RouterWeight.GEMM1 else product
             h13[mine] = _stored(product, loaded[e].w13, recipe)
     intermediate = round_to(_activated(h13, activation, recipe), recipe.activation_store)
-    second = entering(intermediate, recipe.a2, recipe, static_rows([e.a2_scale for e in loaded], routing.topk_ids))
+    second = entering(intermediate, recipe.a2, recipe, static_rows([e.a2_scale for e in loaded], routing.topk_ids), owner)
     out = x.new_empty(tokens * top_k, loaded[0].w2.codes.shape[0])
     for e, mine in used:
         if mine.numel():

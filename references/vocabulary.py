@@ -160,6 +160,7 @@ class ActQuant:
     quotient: Quotient = Quotient.ANY
     power_of_two: bool = False  # a dynamic scale is raised to the next power of two (UE8M0)
     store: Format | None = None  # codes times scale are rounded to this before they enter the GEMM (NVFP4, emulated)
+    per_expert: bool = False  # the rows of each expert are quantized by themselves: a dynamic scale per tensor is one per expert
 
     @property
     def microscaled(self) -> bool:
@@ -188,6 +189,15 @@ class Epilogue(StrEnum):
     FP32 = "fp32"  # scales, bias and router weight in fp32, then one rounding
     BIAS_STORED = "bias_stored"  # scales in fp32, a rounding, the bias added to the rounded result, a rounding
     CHANNEL_STORED = "channel_stored"  # a rounding, the rounded result times the weight scale plus the bias at once, a rounding
+    CHANNEL_THEN_BIAS = "channel_then_bias"  # BIAS_STORED, but a scale shared by all of K multiplies the rounded result, and a rounding
+
+
+class GlobalScale(StrEnum):
+    """Where NVFP4's scale of all groups of an expert is multiplied in."""
+
+    GROUPS = "groups"  # times the group's scale, in fp32, before that multiplies the codes
+    SUMS = "sums"  # into fp32 sums
+    ROUTER = "router"  # GEMM 1: into fp32 sums; GEMM 2: into the fp32 router weight, which is then rounded
 
 
 class W13Merge(StrEnum):
@@ -195,6 +205,14 @@ class W13Merge(StrEnum):
 
     AS_STORED = "as_stored"
     REQUANTIZE_TO_MAX = "requantize_to_max"  # both halves requantized to max(gate, up); lossy, vLLM documents it
+
+
+class GroupScales(StrEnum):
+    """What making a kernel's layout does to the scales of groups."""
+
+    AS_STORED = "as_stored"
+    FP8_OF_ROW = "fp8_of_row"  # E4M3 numbers under one fp32 scale per row, which multiplies sums; both lossy, and so are their products
+    INTEGERS = "integers"  # multiples of 1 / 1024 of the layer's largest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,3 +253,6 @@ class Recipe:
     weight_store_one_group: bool = True  # also where all of K shares one scale; False: that scale multiplies sums
     split_store: Format | None = None  # K may be divided among blocks, which add their results in this format; None: in fp32
     epilogue: Epilogue = Epilogue.FP32
+    global_scale: GlobalScale = GlobalScale.GROUPS
+    group_scales: GroupScales = GroupScales.AS_STORED
+    slots_store: Format | None = None  # the k contributions are added in this format, in any order; None: in fp32
