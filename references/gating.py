@@ -71,7 +71,7 @@ def gated_interval(activation: Activation, swiglu: Swiglu, gate: Interval, up: I
     else:
         bottom, top = function_range(Activation.SILU, swiglu.alpha * low, swiglu.alpha * high)
         bottom, top = bottom / swiglu.alpha, top / swiglu.alpha
-        relative = SILU + (2.0 + farthest * swiglu.alpha) * U32  # alpha * g and the product by g are rounded too
+        relative = SILU + (2.0 + 2.0 * farthest * swiglu.alpha) * U32  # alpha, alpha * g and the product by g are rounded too
         act = widen(Interval(bottom, top), *(relative * end.abs() + _TINY for end in (bottom, top)))
         if activation is Activation.SWIGLUSTEP and swiglu.limit is not None:
             act = Interval(act.low.clamp_max(swiglu.limit), act.high.clamp_max(swiglu.limit))

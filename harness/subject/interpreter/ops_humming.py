@@ -92,11 +92,18 @@ def repack_weight(
     use_packed_k_layout: bool = False,
     use_native_dequant: bool = False,
 ) -> torch.Tensor:
-    """int32 words [E, N, K * B / 32] -> [E, K * A / 256, N * B * 8 / A]. B divides 32; no zero point, no packed-K layout."""
+    """int32 words [E, N, K * B / 32] -> [E, K * A / 256, N * B * 8 / A]. B divides 32; no zero point, no packed-K layout.
+
+    Raises:
+        RuntimeError: N is no multiple of 64, or K none of 512 / A: an assertion in the kernel, which ends a CUDA context.
+    """
     if should_preprocess_with_zp or use_packed_k_layout or use_fused_e8m0_scale or padded_shape_n or padded_shape_k or 32 % weight_bits:
         raise NotImplementedError("Could not run 'humming::repack_weight' with arguments from the 'CPU' backend in this layout")
     codes = unpacked(inputs, weight_bits) if is_weight_packed else inputs.to(torch.uint8)
     codes = codes if codes.dim() == 3 else codes.unsqueeze(0)
+    for name, size, tile in (("N", codes.shape[-2], TILE), ("K", codes.shape[-1], 512 // activation_bits)):
+        if size % tile:
+            raise RuntimeError(f"humming::repack_weight: {name} = {size} is no multiple of {tile}, which weight_repack_nk asserts")
     rows = codes.shape[-1] * activation_bits // 256
     if should_preprocess_for_int2fp:  # offset binary: sign and distance, so that the sign can be moved into a float
         middle, mask = 1 << (weight_bits - 1), (1 << weight_bits) - 1

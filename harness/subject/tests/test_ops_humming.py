@@ -29,11 +29,11 @@ def test_packing_is_one_little_endian_stream(bits: int) -> None:
     assert torch.equal(filled, words)
 
 
-WIDTHS = [(8, 16), (4, 16), (2, 16), (8, 8), (4, 8), (4, 4)]
+WIDTHS = [(8, 16), (4, 16), (2, 16), (8, 8), (4, 8)]
 
 
 @pytest.mark.parametrize(
-    ("bits", "activation_bits", "columns"), [*((b, a, k) for b, a in WIDTHS for k in (64, 192)), (8, 16, 96), (4, 8, 96)]
+    ("bits", "activation_bits", "columns"), [*((b, a, k) for b, a in WIDTHS for k in (64, 192)), (8, 16, 96), (4, 4, 128), (4, 4, 256)]
 )
 def test_every_code_is_where_the_layout_says(bits: int, activation_bits: int, columns: int) -> None:
     given = codes(bits, 2, 128, columns)
@@ -42,6 +42,12 @@ def test_every_code_is_where_the_layout_says(bits: int, activation_bits: int, co
     assert torch.equal(weight_codes(words, 128, columns, bits=bits, activation_bits=activation_bits), given.long())
     unpacked_input = repack_weight(given, NOTHING, bits, activation_bits, False)
     assert torch.equal(unpacked_input, words)
+
+
+@pytest.mark.parametrize(("rows", "columns", "activation_bits"), [(64, 96, 8), (64, 48, 16), (64, 64, 4), (96, 64, 16)])
+def test_what_the_kernel_asserts_is_raised(rows: int, columns: int, activation_bits: int) -> None:
+    with pytest.raises(RuntimeError, match="which weight_repack_nk asserts"):
+        repack_weight(packed(codes(4, 1, rows, columns), 4), NOTHING, 4, activation_bits, True)
 
 
 def test_one_moved_code_is_seen() -> None:
