@@ -31,6 +31,7 @@ class Bad(StrEnum):
     NEGATIVE_SCALE = "negative_scale"
     ZERO_EXPERT = "zero_expert"
     UNEQUAL_INPUT_SCALES = "unequal_input_scales"
+    UNEQUAL_GLOBAL_SCALES = "unequal_global_scales"
     EMPTY_FILE = "empty_file"
     TRUNCATED_FILE = "truncated_file"
     EMPTY_SHARD = "empty_shard"
@@ -47,7 +48,7 @@ class Expect(StrEnum):
 EXPECTED: dict[Bad, Expect] = {
     **dict.fromkeys(Bad, Expect.REFUSED),
     **dict.fromkeys((Bad.EXTRA_TENSOR, Bad.EXTRA_EXPERT, Bad.WEIGHT_DTYPE, Bad.ZERO_SCALE, Bad.NEGATIVE_SCALE), Expect.ANSWERED),
-    **dict.fromkeys((Bad.ZERO_EXPERT, Bad.UNEQUAL_INPUT_SCALES), Expect.ANSWERED),
+    **dict.fromkeys((Bad.ZERO_EXPERT, Bad.UNEQUAL_INPUT_SCALES, Bad.UNEQUAL_GLOBAL_SCALES), Expect.ANSWERED),
     **dict.fromkeys((Bad.NAN_WEIGHT, Bad.NAN_SCALE, Bad.INF_SCALE), Expect.NOT_FINITE),
 }
 
@@ -70,6 +71,7 @@ CLAIMS: dict[Bad, str] = {
     Bad.NEGATIVE_SCALE: "a negative first scale of a down projection",
     Bad.ZERO_EXPERT: "an expert whose weights and scales are all zero",
     Bad.UNEQUAL_INPUT_SCALES: "gate and up calibrated apart, gate's activation scale the larger",
+    Bad.UNEQUAL_GLOBAL_SCALES: "gate and up quantized apart, gate's global weight scale the larger",
     Bad.EMPTY_FILE: "a shard of no bytes",
     Bad.TRUNCATED_FILE: "a shard that ends before its tensors do",
     Bad.EMPTY_SHARD: "a shard that holds no tensors where the index says otherwise",
@@ -91,6 +93,7 @@ _LAYERS = (  # one of each loader that differs
     f"e4m3fn-block128-dyngroup128-online-{_BLOCKS}",
     f"int8-channel-none-online-{_SIZE}",
 )
+_GLOBAL = (f"e2m1-group16-dyngroup16-ct-{_SIZE}", f"e2m1-group16-dyngroup16-modelopt-{_SIZE}")
 
 
 class BadCheckpoint(NamedTuple):
@@ -108,7 +111,8 @@ class BadCheckpoint(NamedTuple):
 def bad_checkpoints() -> tuple[BadCheckpoint, ...]:
     """Every way of being wrong of every loader; the same at all levels."""
     layers = [MoECase.from_id(text) for text in _LAYERS]
-    return tuple(BadCheckpoint(bad, case) for case in layers for bad in Bad if possible(bad, case))
+    apart = tuple(BadCheckpoint(Bad.UNEQUAL_GLOBAL_SCALES, MoECase.from_id(text)) for text in _GLOBAL)
+    return (*(BadCheckpoint(bad, case) for case in layers for bad in Bad if possible(bad, case)), *apart)
 
 
 def possible(bad: Bad, case: MoECase) -> bool:
@@ -121,6 +125,8 @@ def possible(bad: Bad, case: MoECase) -> bool:
             return scales and case.weight_scale is not Layout.TENSOR
         case Bad.MISSING_INPUT_SCALE | Bad.UNEQUAL_INPUT_SCALES:
             return case.act_scale is ActScale.STATIC_TENSOR
+        case Bad.UNEQUAL_GLOBAL_SCALES:
+            return scales and case.weight_scale is Layout.GROUP16 and case.activation.gated
         case Bad.WEIGHT_DTYPE:
             return scales
         case Bad.NAN_WEIGHT:

@@ -114,6 +114,8 @@ class _Spoiling:
                 return self._zero_expert()
             case Bad.UNEQUAL_INPUT_SCALES:
                 return self._unequal()
+            case Bad.UNEQUAL_GLOBAL_SCALES:
+                return self._unequal_globals()
             case _:
                 raise ValueError(f"{bad} is damage to files")
 
@@ -171,6 +173,15 @@ class _Spoiling:
             changed += [gate, up]
         self.means.update({name: self.tensors[name] for name in changed})
         return tuple(changed), None
+
+    def _unequal_globals(self) -> Changed:
+        """compressed-tensors' divide, ModelOpt's multiply."""
+        divides = f"{self.expert}.up_proj.weight_global_scale" in self.tensors
+        kind, factor = ("weight_global_scale", 2.0) if divides else ("weight_scale_2", 0.5)
+        changed = tuple(f"{expert}.up_proj.{kind}" for expert in range(self.case.experts))
+        for name in changed:
+            self.means[name] = self.tensors[name] = self.tensors[name] * factor
+        return changed, None
 
 
 def _empty(folder: Path) -> None:
