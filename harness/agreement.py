@@ -1,8 +1,9 @@
 """Do two lanes that claim the same arithmetic agree? The interpreter lane stands for Triton's kernels on a GPU; here both have run.
 
-``python -m harness.agreement write BACKEND FILE [LEVEL]`` runs every pair of a level that the backend claims and keeps the outputs, which
-needs the backend's machine. ``python -m harness.agreement compare BACKEND FILE BACKEND FILE`` needs neither: it prints what differs, and
-ends 1 when two outputs are farther apart than the lanes' own intervals allow, or one lane raised where the other did not.
+``python -m harness.agreement write BACKEND FILE [LEVEL [PART/PARTS]]`` runs the pairs of a level that the backend claims and keeps their
+outputs, which needs the backend's machine; in parts, several processes do. ``python -m harness.agreement compare FILE...`` needs none: of
+files of two backends it prints what differs, and ends 1 when two outputs are farther apart than the lanes' own intervals allow, when one
+lane raised where the other did not, or when their verdicts differ.
 
 Set VLLM_USE_DEEP_GEMM=0 while writing on a GPU: where DeepGEMM is installed vLLM takes other activation scales, which is another recipe.
 """
@@ -13,27 +14,50 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from cases.batch import make_batch
 from cases.case import Entry, Level, MoECase
 from cases.checkpoint import make_checkpoint
-from cases.generate import pairs
 from harness.backends import Backend, declared_refusal, has_entry
+from harness.compare import compare as judged
 from harness.expected import expected
 from harness.gpus import visible_gpus, worker_environment
+from harness.pairs import Pair, select
 from harness.recipes import recipe, written
 from harness.subject import SubjectError
 from harness.suite.subjects import VLLM, open_subject
+from harness.verdict import Outcome
 from references.formats import round_to
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+
+_SAVED_EVERY = 20  # pairs: a process that is ended leaves what it has
 
 Outputs = dict[str, torch.Tensor | str]
 """``case[entry]`` -> output [M, H], or the first line of what was raised."""
+
+
+class Part(NamedTuple):
+    """One of ``parts`` stretches of a level."""
+
+    number: int
+    parts: int
+
+    @classmethod
+    def parse(cls, text: str) -> Part:
+        """From ``2/4``, counted from 1. Raises ValueError."""
+        number, parts = (int(each) for each in text.split("/"))
+        if not 1 <= number <= parts:
+            raise ValueError(f"{text} is no part: the first is 1/{parts}, the last {parts}/{parts}")
+        return cls(number, parts)
+
+    def of(self, pairs: Sequence[Pair]) -> Sequence[Pair]:
+        """Neighbours share kernels, so a part is a stretch."""
+        return pairs[len(pairs) * (self.number - 1) // self.parts : len(pairs) * self.number // self.parts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,31 +65,49 @@ class Agreement:
     """One pair on two lanes. differing: elements with other values; apart: elements farther apart than both lanes' intervals reach."""
 
     pair: str
-    elements: int
-    differing: int
-    apart: int
-    raised: str = ""  # by one lane and not by the other
+    elements: int = 0
+    differing: int = 0
+    apart: int = 0
+    otherwise: str = ""  # where the lanes' verdicts differ, or one raised: how each ended
 
     @property
     def holds(self) -> bool:
         """Whether the lanes agree."""
-        return not self.apart and not self.raised
+        return not self.apart and not self.otherwise
 
 
-def write(backend: Backend, level: Level) -> Outputs:
-    """Run the level's pairs on the lane of this process."""
-    os.environ.update(worker_environment(backend, "main", visible_gpus()))
+def asked(backend: Backend, level: Level) -> list[Pair]:
+    """The level's pairs that the backend runs."""
+    return [
+        pair
+        for pair in select(level)
+        if has_entry(pair.entry, backend) and declared_refusal(*pair, backend) is None and written(*pair, backend)
+    ]
+
+
+def write(backend: Backend, file: Path, level: Level, part: Part) -> None:
+    """Run a part of the level's pairs on the lane of this process, and keep what came out."""
+    os.environ.update(worker_environment(backend, f"gw{part.number}", visible_gpus(), part.parts))
     subject = open_subject(VLLM, backend)
     found: Outputs = {}
-    for case, entry in pairs(level):
-        if not has_entry(entry, backend) or declared_refusal(case, entry, backend) is not None or not written(case, entry, backend):
-            continue
+    pairs = part.of(asked(backend, level))
+    for number, (case, entry) in enumerate(pairs, 1):
         try:
             output: torch.Tensor | str = subject.run(subject.load(case, entry, make_checkpoint(case)), make_batch(case)).output
         except SubjectError as error:
             output = error.detail.splitlines()[0]
         found[f"{case.id}[{entry}]"] = output
-    return found
+        if number % _SAVED_EVERY == 0 or number == len(pairs):
+            torch.save({"backend": backend.value, "outputs": found}, file)
+
+
+def read(files: Sequence[Path]) -> dict[Backend, Outputs]:
+    """What each backend gave, of all its parts."""
+    lanes: dict[Backend, Outputs] = {}
+    for file in files:
+        held = torch.load(file)
+        lanes.setdefault(Backend.parse(held["backend"]), {}).update(held["outputs"])
+    return lanes
 
 
 def compare(
@@ -78,16 +120,22 @@ def compare(
 def _agreement(name: str, here: Backend, ours: torch.Tensor | str, there: Backend, theirs: torch.Tensor | str) -> Agreement:
     if isinstance(ours, str) or isinstance(theirs, str):
         both = isinstance(ours, str) and isinstance(theirs, str)
-        words = "" if both else f"{here}: {_words(ours)}; {there}: {_words(theirs)}"
-        return Agreement(pair=name, elements=0, differing=0, apart=0, raised=words)
+        return Agreement(pair=name, otherwise="" if both else f"{here}: {_words(ours)}; {there}: {_words(theirs)}")
     text, _, door = name.removesuffix("]").partition("[")
     case, entry = MoECase.from_id(text), Entry(door)
     checkpoint, batch = make_checkpoint(case), make_batch(case)
     answers = [expected(case, recipe(case, entry, backend), checkpoint, batch) for backend in (here, there)]
+    ended = [judged(answer, output).outcome for answer, output in zip(answers, (ours, theirs), strict=True)]
     low = round_to(torch.minimum(answers[0].low, answers[1].low), case.dtype)
     high = round_to(torch.maximum(answers[0].high, answers[1].high), case.dtype)
     distance = (ours.double() - theirs.double()).abs()
-    return Agreement(pair=name, elements=distance.numel(), differing=int((distance > 0).sum()), apart=int((distance > high - low).sum()))
+    return Agreement(
+        pair=name,
+        elements=distance.numel(),
+        differing=int((distance > 0).sum()),
+        apart=int((distance > high - low).sum()) if ended[0] is Outcome.PASS else 0,  # both off by an upstream fault: far from any bound
+        otherwise="" if ended[0] is ended[1] else f"{here}: {ended[0]}; {there}: {ended[1]}",
+    )
 
 
 def _words(output: torch.Tensor | str) -> str:
@@ -97,18 +145,21 @@ def _words(output: torch.Tensor | str) -> str:
 def main(arguments: list[str]) -> int:
     """0: written, or the lanes agree; 1: they do not; 2: neither command."""
     match arguments:
-        case ["write", backend, file, *level]:
-            torch.save(write(Backend.parse(backend), Level(level[0]) if level else Level.SMOKE), file)
+        case ["write", backend, file, *rest] if len(rest) <= 2:
+            level, part = [*rest, *("smoke", "1/1")[len(rest) :]]
+            write(Backend.parse(backend), Path(file), Level(level), Part.parse(part))
             return 0
-        case ["compare", here, ours, there, theirs]:
-            found = compare(Backend.parse(here), torch.load(Path(ours)), Backend.parse(there), torch.load(Path(theirs)))
+        case ["compare", *files] if len(lanes := read([Path(file) for file in files])) == 2:
+            (here, ours), (there, theirs) = lanes.items()
+            found = compare(here, ours, there, theirs)
             for each in found:
-                if each.differing or each.raised:
-                    sys.stdout.write(f"{each.pair}: {each.differing} of {each.elements} differ, {each.apart} too far apart {each.raised}\n")
+                if each.differing or each.otherwise:
+                    text = f"{each.differing} of {each.elements} differ, {each.apart} too far apart {each.otherwise}"
+                    sys.stdout.write(f"{each.pair}: {text.rstrip()}\n")
             same, bad = sum(not each.differing for each in found), sum(not each.holds for each in found)
             sys.stdout.write(f"{len(found)} pairs: {same} identical, {len(found) - same} with differences, {bad} that do not agree\n")
             return int(bad > 0)
-    sys.stderr.write("agreement: write BACKEND FILE [LEVEL], or compare BACKEND FILE BACKEND FILE\n")
+    sys.stderr.write("agreement: write BACKEND FILE [LEVEL [PART/PARTS]], or compare FILE... of two backends\n")
     return 2
 
 
