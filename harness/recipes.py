@@ -15,8 +15,9 @@ from cases.packed import is_packed
 from harness.architectures import requested
 from harness.backends import SPECS, Backend, declared_refusal, experts_expected, runs_default
 from harness.installed import ue8m0_scales
-from harness.recipes_cuda import for_backend
-from harness.recipes_packed import on_triton
+from harness.recipes_batched import batched
+from harness.recipes_cuda import ALL_FP32, for_backend
+from harness.recipes_packed import packed, runs_known
 from harness.refusals import quark_int8_static
 from references.vocabulary import (
     Accumulator,
@@ -32,10 +33,7 @@ from references.vocabulary import (
     WeightQuant,
 )
 
-# act(g) is rounded before the product everywhere else: csrc activation_kernels.cu
-_ALL_FP32 = (Activation.SWIGLUOAI, Activation.SWIGLUSTEP, Activation.SITU)
 _FP8_TOKEN_FLOOR = 1.0 / (448.0 * 512.0)  # csrc quantization/w8a8/fp8: min_scaling_factor
-_PACKED = frozenset({"TritonWNA16Experts", "Nvfp4QuantizationEmulationTritonExperts"})
 _BLOCK_CAST_AMAX_FLOOR = 1e-4  # utils/deep_gemm.py::per_block_cast_to_fp8
 _GROUP_AMAX_FLOOR = 1e-10  # eps of per_token_group_quant_*: a floor of the amax, so of the scale once divided by qmax
 
@@ -118,17 +116,19 @@ def _weight_quant(case: MoECase, backend: Backend) -> WeightQuant | None:
 
 
 def written(case: MoECase, entry: Entry, backend: Backend) -> bool:
-    """Whether a recipe is written for what runs, or nothing runs: packed formats have one on Triton's own kernels so far."""
+    """Whether a recipe is written for what runs, or nothing runs."""
     if not is_packed(case) or declared_refusal(case, entry, backend) is not None:
         return True
-    return experts_expected(case, entry, backend) <= _PACKED
+    return runs_known(experts_expected(case, entry, backend))
 
 
 def recipe(case: MoECase, entry: Entry, backend: Backend) -> Recipe:
     """The recipe of one pair on one backend."""
     triton = _triton(case, entry, backend)
     if is_packed(case):
-        triton = on_triton(triton, case)
+        return packed(triton, case, backend, experts_expected(case, entry, backend))
+    if entry is Entry.BATCHED:
+        return batched(triton, case)
     if entry is Entry.FUSED_EXPERTS or quark_int8_static(case) or runs_default(case, backend):
         return triton
     return for_backend(triton, case, backend)
@@ -153,7 +153,7 @@ def _triton(case: MoECase, entry: Entry, backend: Backend) -> Recipe:
     if ue8m0 and act is not None:
         act = replace(act, power_of_two=True)
     fused = not legacy and case.weight is Format.E4M3FN and case.weight_scale is Layout.BLOCK128 and case.activation is Activation.SILU
-    fused = fused and not ue8m0 and not case.tight
+    fused = fused and not ue8m0 and not case.tight and entry is not Entry.BATCHED
     on_input = RouterWeight.GEMM1 if legacy else RouterWeight.INPUT
     per_tensor_halves = case.weight_scale is Layout.TENSOR and case.activation.gated and case.origin is Origin.PREQUANTIZED
     return Recipe(
@@ -163,12 +163,12 @@ def _triton(case: MoECase, entry: Entry, backend: Backend) -> Recipe:
         a2=replace(act, scale_floor=_FP8_TOKEN_FLOOR, quotient=Quotient.DIVIDE) if fused and act is not None else act,
         compute=(Format.BF16, case.dtype) if through_bf16 else (case.dtype,),
         activation_store=Format.FP32 if fused else case.dtype,
-        gate_store=case.dtype if case.activation.gated and not fused and case.activation not in _ALL_FP32 else None,
+        gate_store=case.dtype if case.activation.gated and not fused and case.activation not in ALL_FP32 else None,
         swiglu=swiglu(case),
         output=case.dtype,
         accumulator=_accumulator(case, act, backend),
         router_weight=on_input if case.router_weight_on_input else RouterWeight.GEMM2,
-        router_weight_exact=entry is Entry.FUSED_EXPERTS,
+        router_weight_exact=entry is not Entry.LAYER,
         w13_merge=W13Merge.REQUANTIZE_TO_MAX if per_tensor_halves else W13Merge.AS_STORED,
         weight_quant=_weight_quant(case, backend),
     )

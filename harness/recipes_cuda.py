@@ -13,6 +13,7 @@ from cases.case import MoECase
 from harness.backends import Backend
 from references.vocabulary import (
     Accumulator,
+    Activation,
     ActQuant,
     Epilogue,
     Format,
@@ -24,7 +25,9 @@ from references.vocabulary import (
     WeightQuant,
 )
 
-_HUMMING_SCALE_FLOOR = 1e-30
+# act(g) is rounded before the product everywhere else: csrc activation_kernels.cu
+ALL_FP32 = (Activation.SWIGLUOAI, Activation.SWIGLUSTEP, Activation.SITU)
+HUMMING_SCALE_FLOOR = 1e-30
 _K_BLOCK = 128  # columns of K that Humming's blocks take at once (tune/sm90.py; layers are padded to whole ones)
 _UE8M0_AMAX_FLOOR = 1e-4  # utils/deep_gemm.py, per_block_cast_to_fp8
 _GROUP_AMAX_FLOOR = 1e-10
@@ -34,20 +37,21 @@ def for_backend(recipe: Recipe, case: MoECase, backend: Backend) -> Recipe:
     """``recipe``: of Triton's modular path for the case. Weighting on the input is alike everywhere, and stays."""
     match backend:
         case Backend.CUTLASS:
-            return _placed(_cutlass(recipe, case), RouterWeight.SUM)
+            return placed(_cutlass(recipe, case), RouterWeight.SUM)
         case Backend.MARLIN:
-            return _placed(_marlin(recipe, case), RouterWeight.STORED)
+            return placed(_marlin(recipe, case), RouterWeight.STORED)
         case Backend.HUMMING:
-            return _placed(_humming(recipe, case), RouterWeight.SUM)
+            return placed(_humming(recipe, case), RouterWeight.SUM)
         case Backend.HUMMING_A8:
-            return _placed(_humming_a8(recipe, case), RouterWeight.SUM)
+            return placed(_humming_a8(recipe, case), RouterWeight.SUM)
         case Backend.DEEP_GEMM:
-            return _placed(_deep_gemm(recipe, case), RouterWeight.SUM)
+            return placed(_deep_gemm(recipe, case), RouterWeight.SUM)
         case _:
             return recipe
 
 
-def _placed(recipe: Recipe, placement: RouterWeight) -> Recipe:
+def placed(recipe: Recipe, placement: RouterWeight) -> Recipe:
+    """Where the router weight is multiplied in, unless that is the input."""
     return recipe if recipe.router_weight is RouterWeight.INPUT else replace(recipe, router_weight=placement)
 
 
@@ -75,11 +79,11 @@ def _weight_only(recipe: Recipe, case: MoECase, name: str) -> Recipe:
 def _marlin(recipe: Recipe, case: MoECase) -> Recipe:
     """Every scale is rounded to the hidden dtype; one that is shared by all of K multiplies fp32 sums, also where it is a block's; bias and
     router weight meet the stored result, in its dtype."""
-    gate_store = case.dtype if case.activation.gated else None
+    gate_store = case.dtype if case.activation.gated and case.activation not in ALL_FP32 else None
     return replace(_weight_only(recipe, case, "marlin"), gate_store=gate_store, epilogue=Epilogue.BIAS_STORED, weight_store_one_group=False)
 
 
-def _split(case: MoECase, at_once: int) -> Format | None:
+def split(case: MoECase, at_once: int) -> Format | None:
     """Format in which parts of a sum over K are added where K is divided among thread blocks; None where it is not.
 
     Stream-K (scheduler.cuh): each takes ``at_once`` K blocks, its number of pipeline stages, wherever a tile ends. So a tile is divided
@@ -97,7 +101,7 @@ def _humming(recipe: Recipe, case: MoECase) -> Recipe:
         gate_store=None,
         weight_scale_store=None if tensor else case.dtype,
         epilogue=Epilogue.CHANNEL_STORED if channel else Epilogue.BIAS_STORED,
-        split_store=_split(case, 4),
+        split_store=split(case, 4),
     )
 
 
@@ -110,7 +114,7 @@ def _humming_a8(recipe: Recipe, case: MoECase) -> Recipe:
         layout=Layout.TOKEN,
         dynamic=True,
         rounding=Rounding.HALF_EVEN,
-        scale_floor=_HUMMING_SCALE_FLOOR,
+        scale_floor=HUMMING_SCALE_FLOOR,
         quotient=Quotient.RECIPROCAL,
     )
     return replace(
@@ -120,7 +124,7 @@ def _humming_a8(recipe: Recipe, case: MoECase) -> Recipe:
         a2=act,
         activation_store=Format.FP32,
         accumulator=Accumulator.INT32 if case.weight is Format.INT8 else Accumulator.TENSOR_CORE_FP8_ANY,
-        split_store=_split(case, 3),
+        split_store=split(case, 3),
     )
 
 

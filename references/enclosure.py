@@ -26,7 +26,7 @@ from references.formats import limits, round_to
 from references.gating import gated_interval, has_parameters
 from references.loading import LoadedExpert, Matrix
 from references.microscaling import nvfp4, nvfp4_hull
-from references.moe import Routing, reads_tf32, rows_of_each, static_rows
+from references.moe import Routing, reads_tf32, rows_of_each, scales_stored, static_rows
 from references.vocabulary import Accumulator, Activation, ActQuant, Epilogue, Format, Recipe, RouterWeight, Swiglu
 
 Trace = Callable[[str, Interval], None]  # told what each step made, by name, before the rounding that stores it
@@ -98,7 +98,7 @@ def _expert_gemms(
         if not mine.numel():
             continue
         trace(f"codes of expert {e}'s weights in {name}", Interval(matrix.low, matrix.high))
-        bare = replace(matrix, scale=None) if recipe.epilogue is Epilogue.CHANNEL_STORED else matrix.multiplied_out()
+        bare = replace(matrix, scale=None) if scales_stored(matrix, recipe) else matrix.multiplied_out()
         a_scale = None if scale is None else scale[mine]
         x = gemm(prepared[mine], a_scale, bare, recipe.accumulator)
         trace(f"sums of {name} in expert {e}", x)
@@ -153,6 +153,10 @@ def _finished(x: Interval, matrix: Matrix, recipe: Recipe) -> Interval:
     if recipe.epilogue is Epilogue.CHANNEL_STORED and matrix.scale is not None:
         scale = matrix.scale[:, 0]
         x = Interval(x.low * scale + (0.0 if bias is None else bias), x.high * scale + (0.0 if bias is None else bias))
+    elif scales_stored(matrix, recipe) and matrix.scale is not None:
+        scale = matrix.scale[:, 0]
+        x = store(Interval(x.low * scale, x.high * scale), fmt)
+        return x if bias is None else store(Interval(x.low + bias, x.high + bias), fmt)
     elif bias is not None:
         x = Interval(x.low + bias, x.high + bias)
     else:
@@ -241,7 +245,9 @@ def enclose(
         "GEMM 2",
     )
     if recipe.router_weight is RouterWeight.STORED:
-        out = store(times(out, store(flat, recipe.output)), recipe.output)
+        factors = torch.tensor([e.router_factor for e in loaded], dtype=torch.float64)[routing.topk_ids.flatten()].unsqueeze(1)
+        given = flat if bool((factors == 1.0).all()) else store(Interval(flat.low * factors, flat.high * factors), Format.FP32)
+        out = store(times(out, store(given, recipe.output)), recipe.output)
     if recipe.router_weight is RouterWeight.SUM:
         out = store(times(out, flat), Format.FP32)  # the exact product too, where it is fused into the addition
     total = sum_over_slots(Interval(out.low.reshape(tokens, top_k, -1), out.high.reshape(tokens, top_k, -1)), recipe.slots_store)

@@ -6,17 +6,18 @@ two codes and ``codes`` the one the format's definition gives; everywhere else t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from references import mx_online
 from references.bounds import requantized_hull, weight_code_hull
 from references.formats import decode, round_to
-from references.kernel_layout import for_kernel
+from references.kernel_layout import for_kernel, integers
 from references.quantize import Quantized, quantize_weights, requantize_to_max
 from references.scales import GROUP, expand, groups, over_columns
-from references.vocabulary import ActQuant, Format, Layout, Recipe, W13Merge, WeightQuant
+from references.vocabulary import ActQuant, Format, GlobalScale, GroupScales, Layout, Recipe, W13Merge, WeightQuant
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,13 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix:
-    """One weight matrix as the GEMM reads it: value = codes * scale.
+    """One weight matrix as the GEMM reads it: value = codes * scale * outer.
 
     codes, low, high: [N, K] float64; low <= codes <= high, the very same tensor when nothing is in doubt. Zero points are subtracted.
     scale: [N, G] float64, G = 1 or ceil(K / width); None when there is none.
     bias: [N] float64 or None.
     store: the format in which codes * scale, a product in fp32, enter the GEMM; None: the scale multiplies sums.
     width: columns that share a scale, where G > 1.
+    outer: [N, 1] float64, multiplies sums whatever becomes of the scale; None when there is none.
     """
 
     codes: torch.Tensor
@@ -43,18 +45,22 @@ class Matrix:
     bias: torch.Tensor | None
     store: Format | None = None
     width: int = GROUP
+    outer: torch.Tensor | None = None
 
     def values(self) -> torch.Tensor:
-        """codes * scale, [N, K] float64, as the GEMM reads them."""
-        return self._scaled(self.codes)
+        """codes * scale * outer, [N, K] float64."""
+        values = self._scaled(self.codes)
+        return values if self.outer is None else values * self.outer
 
     def multiplied_out(self) -> Matrix:
-        """The same weights with no scale left to multiply sums; itself when nothing is stored."""
+        """The same weights with ``outer`` alone left to multiply sums; itself when nothing is stored."""
         if self.store is None or self.scale is None:
+            assert self.outer is None
             return self
         low, high = self._scaled(self.low), self._scaled(self.high)
         codes = low if self.low is self.high else self._scaled(self.codes)
-        return Matrix(codes=codes, low=low, high=low if self.low is self.high else high, format=self.store, scale=None, bias=self.bias)
+        high = low if self.low is self.high else high
+        return Matrix(codes=codes, low=low, high=high, format=self.store, scale=self.outer, bias=self.bias)
 
     def _scaled(self, codes: torch.Tensor) -> torch.Tensor:
         if self.scale is None:
@@ -65,12 +71,16 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedExpert:
-    """w13 [2*I or I, H] (gate rows first) and w2 [H, I]; static activation scales before each GEMM, None when dynamic."""
+    """w13 [2*I or I, H] (gate rows first) and w2 [H, I]; static activation scales before each GEMM, None when dynamic.
+
+    router_factor: multiplies the fp32 router weights of the expert, before they are rounded.
+    """
 
     w13: Matrix
     w2: Matrix
     a1_scale: float | None
     a2_scale: float | None
+    router_factor: float = 1.0
 
 
 def _row_scale(scale: torch.Tensor, layout: Layout, rows: int, cols: int) -> torch.Tensor:
@@ -82,16 +92,20 @@ def _row_scale(scale: torch.Tensor, layout: Layout, rows: int, cols: int) -> tor
     return expand(scale, layout, rows, cols).expand(rows, 1)
 
 
-def _stored(projection: Projection) -> Matrix:
+def _stored(projection: Projection, recipe: Recipe) -> Matrix:
     codes = decode(projection.codes, projection.format)
     width = projection.layout.width or GROUP
     if projection.zero_point is not None:
         codes = codes - over_columns(decode(projection.zero_point, projection.format), width, codes.shape[1])
     scale = None if projection.scale is None else _row_scale(projection.scale, projection.layout, *codes.shape)
-    if scale is not None and projection.global_scale is not None:
-        scale = round_to(scale * projection.global_scale.to(torch.float64), Format.FP32)
+    whole = None if projection.global_scale is None else projection.global_scale.to(torch.float64)
+    outer = None
+    if scale is not None and whole is not None and recipe.global_scale is GlobalScale.GROUPS:
+        scale = round_to(scale * whole, Format.FP32)
+    elif whole is not None:
+        outer = whole.expand(codes.shape[0], 1)
     bias = None if projection.bias is None else projection.bias.to(torch.float64)
-    return Matrix(codes=codes, low=codes, high=codes, format=projection.format, scale=scale, bias=bias, width=width)
+    return Matrix(codes=codes, low=codes, high=codes, format=projection.format, scale=scale, bias=bias, width=width, outer=outer)
 
 
 def _stack(parts: Sequence[Matrix]) -> Matrix:
@@ -100,6 +114,7 @@ def _stack(parts: Sequence[Matrix]) -> Matrix:
     codes = torch.cat([part.codes for part in parts])
     exact = all(part.low is part.codes and part.high is part.codes for part in parts)
     scales = [part.scale for part in parts if part.scale is not None]
+    outers = [part.outer for part in parts if part.outer is not None]
     biases = [part.bias for part in parts if part.bias is not None]
     return Matrix(
         codes=codes,
@@ -109,10 +124,14 @@ def _stack(parts: Sequence[Matrix]) -> Matrix:
         scale=torch.cat(scales) if scales else None,
         bias=torch.cat(biases) if biases else None,
         width=parts[0].width,
+        outer=torch.cat(outers) if outers else None,
     )
 
 
 def _online(weights: Matrix, how: WeightQuant) -> Matrix:
+    if how.layout is Layout.GROUP32:
+        codes, scale = mx_online.quantize(weights.codes, how.format)
+        return replace(weights, codes=codes, low=codes, high=codes, format=how.format, scale=scale, width=mx_online.WIDTH)
     quantized = quantize_weights(weights.codes, how)
     low, high = weight_code_hull(weights.codes, quantized, how)
     scale = _row_scale(quantized.group_scale, how.layout, *weights.codes.shape)
@@ -139,7 +158,7 @@ def _per_tensor(matrix: Matrix) -> Quantized:
 
 
 def _w13(expert: Expert, recipe: Recipe) -> Matrix:
-    halves = [_stored(half) for half in (expert.gate, expert.up) if half is not None]
+    halves = [_stored(half, recipe) for half in (expert.gate, expert.up) if half is not None]
     how = recipe.weight_quant
     if how is not None and how.layout is Layout.BLOCK128:
         return _stack([_online(half, how) for half in halves])  # halves are padded to whole blocks: none spans gate and up
@@ -173,8 +192,20 @@ def load(experts: Sequence[Expert], recipe: Recipe) -> tuple[LoadedExpert, ...]:
     second = _static_scales("w2", recipe.a2, [(e.down,) for e in experts], recipe.static_scale_max)
     out = []
     for index, expert in enumerate(experts):
-        down = _stored(expert.down)
+        down = _stored(expert.down, recipe)
         w2 = down if recipe.weight_quant is None else _online(down, recipe.weight_quant)
+        w2, factor = _for_router(w2, recipe)
         w13, w2 = for_kernel(_w13(expert, recipe), recipe), for_kernel(w2, recipe)
-        out.append(LoadedExpert(w13=w13, w2=w2, a1_scale=first[index], a2_scale=second[index]))
+        out.append(LoadedExpert(w13=w13, w2=w2, a1_scale=first[index], a2_scale=second[index], router_factor=factor))
+    if recipe.group_scales is GroupScales.INTEGERS:
+        pairs = zip(out, integers([e.w13 for e in out]), integers([e.w2 for e in out]), strict=True)
+        out = [replace(e, w13=w13, w2=w2) for e, w13, w2 in pairs]
     return tuple(out)
+
+
+def _for_router(w2: Matrix, recipe: Recipe) -> tuple[Matrix, float]:
+    """GlobalScale.ROUTER: the global scale but for its power of two, which rounds nothing."""
+    if recipe.global_scale is not GlobalScale.ROUTER or w2.outer is None:
+        return w2, 1.0
+    mantissa, exponent = torch.frexp(w2.outer)
+    return replace(w2, outer=torch.ldexp(torch.ones_like(mantissa), exponent)), float(mantissa[0])

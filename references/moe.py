@@ -164,17 +164,25 @@ def forward(
             product = product * weights[mine] if recipe.router_weight is RouterWeight.GEMM2 else product
             out[mine] = _stored(product, loaded[e].w2, recipe)
     if recipe.router_weight is RouterWeight.STORED:
-        out = round_to(out * round_to(weights, hidden_format), hidden_format)
+        factors = torch.tensor([e.router_factor for e in loaded], dtype=torch.float64)[owner].unsqueeze(1)
+        out = round_to(out * round_to(weights * factors, hidden_format), hidden_format)
     if recipe.router_weight is RouterWeight.SUM:
         out = out * weights
     return out.reshape(tokens, top_k, -1)
 
 
 def _gemm(rows: torch.Tensor, matrix: Matrix, recipe: Recipe) -> torch.Tensor:
-    if recipe.epilogue is Epilogue.CHANNEL_STORED:
+    if scales_stored(matrix, recipe):
         return rows @ matrix.codes.T
     product = rows @ matrix.values().T
-    return product if matrix.bias is None or recipe.epilogue is Epilogue.BIAS_STORED else product + matrix.bias
+    return product + matrix.bias if matrix.bias is not None and recipe.epilogue is Epilogue.FP32 else product
+
+
+def scales_stored(matrix: Matrix, recipe: Recipe) -> bool:
+    """Whether the weight scale multiplies the stored result."""
+    if recipe.epilogue is Epilogue.CHANNEL_THEN_BIAS:
+        return matrix.scale is not None and matrix.scale.shape[1] == 1 and matrix.store is None
+    return recipe.epilogue is Epilogue.CHANNEL_STORED
 
 
 def _stored(product: torch.Tensor, matrix: Matrix, recipe: Recipe) -> torch.Tensor:
@@ -184,7 +192,10 @@ def _stored(product: torch.Tensor, matrix: Matrix, recipe: Recipe) -> torch.Tens
     match recipe.epilogue:
         case Epilogue.CHANNEL_STORED if matrix.scale is not None:
             return round_to(product * matrix.scale[:, 0] + (0.0 if bias is None else bias), fmt)
-        case Epilogue.BIAS_STORED if bias is not None:
+        case Epilogue.CHANNEL_THEN_BIAS if scales_stored(matrix, recipe) and matrix.scale is not None:
+            product = round_to(product * matrix.scale[:, 0], fmt)
+            return product if bias is None else round_to(product + bias, fmt)
+        case Epilogue.BIAS_STORED | Epilogue.CHANNEL_THEN_BIAS if bias is not None:
             return round_to(product + bias, fmt)
         case _:
             return product
