@@ -50,6 +50,7 @@ class Entry(StrEnum):
 
     LAYER = "layer"  # factory, load_weights, process_weights_after_loading, runner forward
     FUSED_EXPERTS = "fused_experts"  # the legacy functional entry with a quant config
+    BATCHED = "batched"  # the modular kernel over rows packed per expert, [E, max_num_tokens, H], without an all-to-all
 
 
 class Level(StrEnum):

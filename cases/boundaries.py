@@ -5,7 +5,7 @@ from __future__ import annotations
 from cases.case import Entry
 
 _BOTH = (Entry.LAYER, Entry.FUSED_EXPERTS)
-_LAYER, _DIRECT = (Entry.LAYER,), (Entry.FUSED_EXPERTS,)
+_LAYER, _DIRECT, _BATCHED = (Entry.LAYER,), (Entry.FUSED_EXPERTS,), (Entry.BATCHED,)
 
 SMOKE_BOUNDARIES: tuple[tuple[str, tuple[Entry, ...]], ...] = (
     # many experts: more than tokens, so that most are empty, and block assignment without sorting
@@ -37,6 +37,12 @@ SMOKE_BOUNDARIES: tuple[tuple[str, tuple[Entry, ...]], ...] = (
     ("e4m3fn-block128-dyngroup128-ct-silu-bf16-e4k2m8h128i128-balanced-bias", _BOTH),
     # shut: ModelOpt FP8 drops biases
     ("e4m3fn-tensor-static-modelopt-silu-bf16-e4k2m8h128i64-balanced-bias", _LAYER),
+    # shut: batched experts drop biases
+    ("bf16-none-none-plain-silu-bf16-e4k2m8h128i64-balanced-bias", _BATCHED),
+    ("e4m3fn-channel-dyntoken-raw-silu-bf16-e4k2m8h128i64-balanced-bias", _BATCHED),
+    # shut: schemes that batched experts do not know
+    ("int8-channel-dyntoken-raw-silu-bf16-e4k2m8h128i64-balanced", _BATCHED),
+    ("e4m3fn-channel-static-raw-silu-bf16-e4k2m8h128i64-balanced", _BATCHED),
     # shut: a fused operator without fp32
     ("e4m3fn-block128-dyngroup128-ct-silu-fp32-e4k2m8h128i128-balanced", _BOTH),
 )

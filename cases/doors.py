@@ -8,6 +8,8 @@ from __future__ import annotations
 from cases.case import ActScale, Entry, MoECase, Origin
 from references.vocabulary import Activation, CheckpointFormat, Format, Layout
 
+DOORS = (Entry.LAYER, Entry.FUSED_EXPERTS)  # every case of a level through those that take it; BATCHED has pairs of its own
+
 _QUARK_FP8 = {
     (Layout.TENSOR, ActScale.STATIC_TENSOR),
     (Layout.TENSOR, ActScale.DYNAMIC_TENSOR),
@@ -18,7 +20,13 @@ _QUARK_FP8 = {
 
 def closed(case: MoECase, entry: Entry) -> str | None:
     """Why vLLM does not run this pair, or None when it does."""
-    return _layer(case) if entry is Entry.LAYER else _functional(case)
+    match entry:
+        case Entry.LAYER:
+            return _layer(case)
+        case Entry.FUSED_EXPERTS:
+            return _functional(case)
+        case Entry.BATCHED:
+            return "batched experts have no place for biases and drop them" if case.bias else None
 
 
 def _layer(case: MoECase) -> str | None:

@@ -12,7 +12,7 @@ from typing import NamedTuple, cast
 from cases import packed
 from cases.boundaries import NIGHTLY_BOUNDARIES, SMOKE_BOUNDARIES
 from cases.case import ActScale, Entry, Level, MoECase, Origin, Routing, entry_takes
-from cases.doors import closed
+from cases.doors import DOORS, closed
 from cases.pairwise import covering
 from references.vocabulary import Activation, CheckpointFormat, Format, Layout
 
@@ -89,6 +89,13 @@ PACKED_SCHEMES: tuple[Scheme, ...] = (
     Scheme(_E4M3, _TENSOR, _STATIC, CheckpointFormat.MODELOPT),
 )
 
+BATCHED_SCHEMES: tuple[Scheme, ...] = (  # through the batched entry; what it refuses is in boundaries.py
+    Scheme(None, Layout.NONE, _NO_ACT, _PLAIN, Origin.UNQUANTIZED),
+    *(Scheme(_E4M3, _TENSOR, a, _RAW) for a in (_STATIC, _DYN_TENSOR, _DYN_TOKEN)),
+    Scheme(_E4M3, _CHANNEL, _DYN_TOKEN, _RAW),
+    Scheme(_E4M3, _BLOCK, _DYN_GROUP, _RAW),
+)
+
 # where activations with parameters are asked: one scheme for each way to the activation and on from it
 PARAMETER_SCHEMES: tuple[Scheme, ...] = (
     Scheme(None, Layout.NONE, _NO_ACT, _PLAIN, Origin.UNQUANTIZED),
@@ -129,6 +136,7 @@ SMOKE_SIZES = (
 )
 PACKED_SMOKE_SIZES = (Size(4, 2, 8, 128, 64), Size(4, 1, 17, 64, 32), Size(5, 3, 3, 192, 96))  # rounded up to whole groups
 PACKED_NIGHTLY_SIZES = (Size(8, 2, 33, 256, 128), Size(5, 3, 17, 192, 96), Size(40, 4, 3, 128, 64), Size(3, 1, 129, 96, 160))
+BATCHED_SMOKE_SIZES = (*SMOKE_SIZES[:5], SMOKE_SIZES[6])
 NIGHTLY_SIZES = (
     Size(8, 2, 33, 256, 128),
     Size(5, 3, 17, 192, 96),
@@ -193,6 +201,7 @@ def _smoke() -> Iterator[Pair]:
     for row in covering(axes, _allowed):
         yield from _doors(_case(row))
     yield from _parameters(PACKED_SMOKE_SIZES, each=False)
+    yield from _batched(BATCHED_SCHEMES, BATCHED_SMOKE_SIZES)
     yield from _named(SMOKE_BOUNDARIES)
 
 
@@ -203,6 +212,8 @@ def _nightly() -> Iterator[Pair]:
     for scheme in PACKED_SCHEMES:
         yield from _within(scheme, PACKED_NIGHTLY_SIZES, seed=0)
     yield from _parameters(PACKED_NIGHTLY_SIZES, each=True)
+    for scheme in BATCHED_SCHEMES:
+        yield from _batched((scheme,), NIGHTLY_SIZES)
     yield from _named(NIGHTLY_BOUNDARIES)
 
 
@@ -234,9 +245,16 @@ def _within(scheme: Scheme, sizes: Sequence[Size], seed: int) -> Iterator[Pair]:
         yield from _doors(_case(row, seed))
 
 
+def _batched(schemes: Sequence[Scheme], sizes: Sequence[Size]) -> Iterator[Pair]:
+    """Through the batched entry, which has no place for biases: every two values of any two other axes."""
+    activations, dtypes, _, weights, routings = _AXES
+    for row in covering((schemes, sizes, activations, dtypes, (False,), weights, routings), _allowed):
+        yield _case(row), Entry.BATCHED
+
+
 def _doors(case: MoECase) -> Iterator[Pair]:
     """The entries that take the case and that vLLM is not known to keep shut; those are named in boundaries.py."""
-    return ((case, entry) for entry in Entry if entry_takes(case, entry) and closed(case, entry) is None)
+    return ((case, entry) for entry in DOORS if entry_takes(case, entry) and closed(case, entry) is None)
 
 
 def _named(ids: Sequence[tuple[str, tuple[Entry, ...]]]) -> Iterator[Pair]:

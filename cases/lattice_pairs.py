@@ -11,7 +11,7 @@ from itertools import product
 from typing import TYPE_CHECKING, cast
 
 from cases.case import ActScale, Data, Entry, Level, MoECase, Origin, Routing, entry_takes
-from cases.doors import closed
+from cases.doors import DOORS, closed
 from cases.pairwise import covering
 from references.vocabulary import Activation, Format, Layout
 
@@ -152,4 +152,4 @@ def allowed(axis: int, value: Hashable, later: int, other: Hashable) -> bool:
 
 def doors(case: MoECase) -> Iterator[Pair]:
     """The case through each entry that takes it and that vLLM does not keep shut."""
-    return ((case, entry) for entry in Entry if entry_takes(case, entry) and closed(case, entry) is None)
+    return ((case, entry) for entry in DOORS if entry_takes(case, entry) and closed(case, entry) is None)

@@ -41,12 +41,18 @@ def entry_takes(case: MoECase, entry: Entry) -> bool:
     Hidden dtypes are those of each config's ``get_supported_act_dtypes``; the functional entry takes tensors, so
     anything already quantized, and anything unquantized, may come in by it.
     """
-    if entry is Entry.FUSED_EXPERTS:
+    if entry is Entry.BATCHED and (case.weight_only or case.data is Data.LATTICE or _int8_blocks(case)):
+        return False
+    if entry is not Entry.LAYER:
         return case.origin is not Origin.ONLINE and not packed.is_packed(case) and not gating.with_parameters(case)
     if case.checkpoint is CheckpointFormat.RAW:
         return False
     takes_fp32 = case.origin is Origin.UNQUANTIZED or case.checkpoint is CheckpointFormat.COMPRESSED_TENSORS
     return takes_fp32 or case.dtype is not Format.FP32
+
+
+def _int8_blocks(case: MoECase) -> bool:
+    return case.weight is Format.INT8 and case.weight_scale is Layout.BLOCK128
 
 
 def _problems(case: MoECase) -> Iterator[str]:

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from cases.case import Entry, MoECase, Origin
 from cases.packed import is_packed
-from harness import claims, refusals_cuda, refusals_packed
+from harness import claims, refusals_batched, refusals_cuda, refusals_packed
 from harness.claims import (
     BLOCK,
     CHANNEL_TOKEN,
@@ -103,6 +103,7 @@ class BackendSpec:
 
 _TRITON_REFUSALS = (*BY_THE_METHOD, CT_FP8_DYNAMIC_TENSOR, FUSED_SILU_FP32)
 _TRITON_CLASSES = {Entry.LAYER: frozenset({"TritonExperts"}), Entry.FUSED_EXPERTS: frozenset({"fused_experts"})}
+_BATCHED_CLASSES = {Entry.BATCHED: frozenset({"BatchedTritonExperts"})}
 
 _FI_TRTLLM = frozenset({Activation.SILU, Activation.RELU2_NO_MUL})
 _FI_CUTLASS = frozenset({Activation.SILU, Activation.GELU_TANH, Activation.RELU2_NO_MUL})
@@ -125,11 +126,11 @@ _CUDA = ("sm80", "sm89", "sm90", "sm100", "sm120")
 SPECS: dict[Backend, BackendSpec] = {
     Backend.INTERPRETER: BackendSpec(
         moe_backend="triton",
-        expert_classes=_TRITON_CLASSES,
+        expert_classes=_TRITON_CLASSES | _BATCHED_CLASSES,
         architectures=("cpu",),
         claims=claims.TRITON,
         unquantized=(EVERY, FLOATS),
-        refusals=_TRITON_REFUSALS,
+        refusals=(*_TRITON_REFUSALS, *refusals_batched.BATCHED_TRITON),
         needs_gpu=False,
     ),
     Backend.TRITON: BackendSpec(
@@ -142,10 +143,10 @@ SPECS: dict[Backend, BackendSpec] = {
     ),
     Backend.BATCHED_TRITON: BackendSpec(
         moe_backend="batched_triton",
-        expert_classes={Entry.LAYER: frozenset({"BatchedTritonExperts"})},
+        expert_classes={Entry.LAYER: frozenset({"BatchedTritonExperts"})} | _BATCHED_CLASSES,
         architectures=_CUDA,
         unquantized=(EVERY, FLOATS),
-        refusals=(*BY_THE_METHOD, *only_for(("unquantized",), "batched_triton")),
+        refusals=(*BY_THE_METHOD, *only_for(("unquantized",), "batched_triton"), *refusals_batched.BATCHED_TRITON),
     ),
     Backend.CUTLASS: BackendSpec(
         moe_backend="cutlass",
@@ -323,6 +324,8 @@ def has_entry(entry: Entry, backend: Backend) -> bool:
 def claimed(case: MoECase, entry: Entry, backend: Backend) -> bool:
     """Whether the backend says it runs the pair."""
     spec = SPECS[backend]
+    if entry is Entry.BATCHED:
+        return has_entry(entry, backend) and declared_refusal(case, entry, backend) is None
     if entry is Entry.FUSED_EXPERTS:
         return has_entry(entry, backend)
     if quark_int8_static(case):

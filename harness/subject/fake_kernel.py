@@ -296,7 +296,8 @@ def forward(
         out = torch.empty(x.shape[0], getattr(loaded[0], name).codes.shape[0])
         for e in owner.unique().tolist():
             mine = (owner == e).nonzero().flatten()
-            out[mine] = _gemm(codes[mine], a_scale[mine], getattr(loaded[e], name), weights[mine] if weighted else None, recipe)
+            own = _quantize(x[mine], how, None) if how is not None and how.per_expert else (codes[mine], a_scale[mine])
+            out[mine] = _gemm(*own, getattr(loaded[e], name), weights[mine] if weighted else None, recipe)
         for fmt in recipe.compute:
             out = cast(out, fmt)
         return out
@@ -312,7 +313,10 @@ def forward(
     else:
         middle = _act(activation, h13)
     middle = cast(middle, recipe.activation_store)
-    return experts_gemm(middle, recipe.a2, "w2", recipe.router_weight is RouterWeight.GEMM2).reshape(tokens, top_k, -1)
+    out = experts_gemm(middle, recipe.a2, "w2", recipe.router_weight is RouterWeight.GEMM2)
+    if recipe.router_weight is RouterWeight.STORED:
+        out = cast(out * cast(weights, recipe.output), recipe.output)
+    return out.reshape(tokens, top_k, -1)
 
 
 def combine(contributions: torch.Tensor, recipe: Recipe) -> torch.Tensor:
@@ -323,4 +327,5 @@ def combine(contributions: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     total = stored[:, -1]
     for slot in reversed(range(stored.shape[1] - 1)):
         total = total + stored[:, slot]
+        total = total if recipe.slots_store is None else cast(total, recipe.slots_store)
     return total.to(torch_dtype(recipe.output))

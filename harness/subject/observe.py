@@ -14,7 +14,12 @@ if TYPE_CHECKING:
     import torch
 
 _FUSED = "vllm.model_executor.layers.fused_moe.fused_moe"
-_LAUNCHERS = ("invoke_fused_moe_triton_kernel", "invoke_fused_moe_wna16_triton_kernel", "invoke_fused_moe_wna16_cuda_kernel")
+_LAUNCHERS = (
+    "invoke_fused_moe_triton_kernel",
+    "invoke_fused_moe_wna16_triton_kernel",
+    "invoke_fused_moe_wna16_cuda_kernel",
+    "invoke_moe_batched_triton_kernel",
+)
 LEGACY = "fused_experts"
 
 

@@ -60,6 +60,12 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     "reset_workspace_manager": ("vllm.v1.worker.workspace:reset_workspace_manager",),
     "online config": (f"{_QUANT}.online.base:OnlineQuantizationConfig",),
     "online arguments": ("vllm.config.quantization:resolve_quantization_config",),
+    "modular kernel": (f"{_MOE}.modular_kernel:FusedMoEKernel", f"{_MOE}.modular_kernel:FusedMoEModularKernel"),
+    "batched rows": (f"{_MOE}.prepare_finalize.batched:BatchedPrepareAndFinalize",),
+    "BatchedTritonExperts": (f"{_MOE}.experts.fused_batched_moe:BatchedTritonExperts",),
+    "moe config": (f"{_MOE}.config:FusedMoEConfig",),
+    "parallel config": (f"{_MOE}.config:FusedMoEParallelConfig",),
+    "routing methods": (f"{_MOE}.config:RoutingMethodType",),
     "finalize online loading": ("vllm.model_executor.model_loader.reload.layerwise:finalize_layerwise_processing",),
 }
 

@@ -67,11 +67,11 @@ def load(case: MoECase, checkpoint: Checkpoint, device: str, views: Mapping[str,
     )
     try:
         activation = surface["activation enum"](case.activation.value)
-        quant_config = _quant_config(case, stacked)
+        made = quant_config(case, stacked)
     except Exception as error:
         raise LoadFailed(verbatim(error)) from error
     return Loaded(
-        handle=_Call(case, stacked["w1"], stacked["w2"], quant_config, activation, config, device),
+        handle=_Call(case, stacked["w1"], stacked["w2"], made, activation, config, device),
         quant_method=LEGACY,
         experts_class=LEGACY,
         parameters=stacked,
@@ -87,7 +87,7 @@ def run(loaded: Loaded, batch: Batch) -> Ran:
     call = loaded.handle
     assert isinstance(call, _Call)
     hidden_states = batch.hidden_states.to(call.device, copy=True)
-    topk_weights, topk_ids = _routing(call.case, batch)
+    topk_weights, topk_ids = routing(call.case, batch)
     with watch(None) as seen:
         try:
             with vllm_compat.forward_context(call.config, hidden_states.shape[0]):
@@ -106,7 +106,7 @@ def prepare(loaded: Loaded, batch: Batch, mode: Mode) -> Callable[[Batch], torch
     """See harness/subject/modes.py."""
     call = loaded.handle
     assert isinstance(call, _Call)
-    return modes.prepare(call.config, _function(call), lambda each: (each.hidden_states, *_routing(call.case, each)), batch, mode)
+    return modes.prepare(call.config, _function(call), lambda each: (each.hidden_states, *routing(call.case, each)), batch, mode)
 
 
 def _function(call: _Call) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
@@ -120,7 +120,7 @@ def _function(call: _Call) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor
     return function
 
 
-def _routing(case: MoECase, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def routing(case: MoECase, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """(topk_weights [M, k] float32, topk_ids [M, k] int32): the batch's own where it has them."""
     if batch.topk_weights is not None and batch.topk_ids is not None:
         return batch.topk_weights.clone(), batch.topk_ids.to(torch.int32)
@@ -189,7 +189,8 @@ def requantize_to_max(codes: list[torch.Tensor], scales: list[torch.Tensor]) -> 
     return torch.cat(out), largest
 
 
-def _quant_config(case: MoECase, stacked: dict[str, torch.Tensor]) -> Any:
+def quant_config(case: MoECase, stacked: dict[str, torch.Tensor]) -> Any:
+    """vLLM's FusedMoEQuantConfig over what ``stack`` made."""
     surface = vllm_compat.probe_surface()
     biases = {"w1_bias": stacked.get("w1_bias"), "w2_bias": stacked.get("w2_bias")}
     if not case.quantized:

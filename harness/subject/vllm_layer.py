@@ -87,6 +87,10 @@ class VllmSubject:
         from harness.subject.hygiene import pristine
 
         with pristine():
+            if entry is Entry.BATCHED:
+                from harness.subject import vllm_batched
+
+                return vllm_batched.load(case, checkpoint, self.device)
             if entry is Entry.FUSED_EXPERTS:
                 from harness.subject import vllm_direct
 
@@ -123,9 +127,9 @@ class VllmSubject:
     def prepare(self, loaded: Loaded, batch: Batch, mode: Mode) -> Callable[[Batch], torch.Tensor]:
         """Raises RunFailed."""
         if not isinstance(loaded.handle, _Layer):
-            from harness.subject import vllm_direct
+            from harness.subject import vllm_batched, vllm_direct
 
-            return vllm_direct.prepare(loaded, batch, mode)
+            return (vllm_batched if vllm_batched.loaded_here(loaded) else vllm_direct).prepare(loaded, batch, mode)
         from harness.subject import modes
 
         layer = loaded.handle
@@ -159,9 +163,9 @@ class VllmSubject:
 
         with pristine():
             if not isinstance(loaded.handle, _Layer):
-                from harness.subject import vllm_direct
+                from harness.subject import vllm_batched, vllm_direct
 
-                return vllm_direct.run(loaded, batch)
+                return (vllm_batched if vllm_batched.loaded_here(loaded) else vllm_direct).run(loaded, batch)
             return self._run_layer(loaded.handle, batch)
 
     def watch_loading(self, case: MoECase, checkpoint: Checkpoint, *, depth: Depth | None = None, sentinel: int | None = None) -> Loading:

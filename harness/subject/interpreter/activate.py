@@ -129,6 +129,7 @@ def activate() -> None:
     asked, architecture = device.answering()
     if asked:
         device.answer(architecture)
+    device.never_capture()
     compiled_ops.register()
     triton_gaps.fill()
     triton_speed.apply()

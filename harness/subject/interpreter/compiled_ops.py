@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from harness.subject.interpreter import ops_activation, ops_humming, ops_moe, ops_quant
+from harness.subject.interpreter import ops_activation, ops_humming, ops_masked, ops_moe, ops_quant
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,6 +22,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., object]] = {
     **ops_activation.IMPLEMENTATIONS,
     **ops_quant.IMPLEMENTATIONS,
     **ops_humming.IMPLEMENTATIONS,
+    **ops_masked.IMPLEMENTATIONS,
 }
 
 _MISSING = re.compile(r"Could not run '([\w:.]+)' with arguments from the 'CPU' backend")

@@ -35,6 +35,13 @@ def answering() -> tuple[bool, Architecture]:
     return asked is not None, asked or UNASKED
 
 
+def never_capture() -> None:
+    """Code that asks whether a stream is capturing is told no; without a device torch has no stream to ask."""
+    import torch
+
+    torch.accelerator.current_stream = lambda *_: SimpleNamespace(is_capturing=lambda: False)
+
+
 def answer(architecture: Architecture) -> None:
     """Patch the queries. Once per process, after the platform took its place and before layers are built."""
     _torch(architecture)
