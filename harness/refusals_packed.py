@@ -385,4 +385,6 @@ def _at_layer(case: MoECase, entry: Entry) -> bool:
 
 def experts(case: MoECase, lane: str) -> frozenset[str]:
     """Class names of which one must run a packed case."""
-    return _CT_MXFP4 if _ct_mxfp4(case) else CLASSES[family(case)].get(lane, frozenset({"none"}))
+    if _ct_mxfp4(case) and lane in ("marlin", "cutlass"):
+        return _CT_MXFP4
+    return CLASSES[family(case)].get(lane, frozenset({"none"}))
