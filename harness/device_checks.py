@@ -46,6 +46,7 @@ CLAIMS: dict[DeviceCheck, str] = {
 }
 
 FAR = (DeviceCheck.FAR_EXPERT, DeviceCheck.FAR_ROWS)  # gigabytes: nightly only
+_WHOLE_GRAPH = (DeviceCheck.REPLAYED_GRAPH, DeviceCheck.REPLAYED_SCALES, DeviceCheck.COMPILED, DeviceCheck.COMPILED_SCALES)
 SWAPPING = (Backend.TRITON, Backend.CUTLASS)
 
 _FAR_SCHEMES = (  # of bytes, one per layout of weight scales
@@ -69,6 +70,10 @@ def why_not(check: DeviceCheck, case: MoECase, entry: Entry, backend: Backend, l
     """Why a check is not asked of a pair; None when it must hold."""
     if not SPECS[backend].needs_gpu:
         return "the backend has no device"
+    if entry is Entry.BATCHED and check in _WHOLE_GRAPH:
+        return "the batched entry's packing reads on the host how many rows each expert has"
+    if entry is Entry.BATCHED and check is DeviceCheck.FAR_ROWS:
+        return "eight contributions are added in no order, in the hidden dtype"
     if check in FAR and level is Level.SMOKE:
         return "it takes gigabytes, and seconds"
     if check in FAR and (case.weight not in (Format.INT8, Format.E4M3FN) or (case.weight_scale, case.act_scale) not in _FAR_SCHEMES):
