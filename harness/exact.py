@@ -141,7 +141,7 @@ def verdict(relation: Relation, setting: Setting, drive: Drive) -> Verdict:
         outcome = Outcome.LOAD_ERROR if isinstance(error, LoadFailed) else Outcome.RUN_ERROR
         refusal = declared_refusal(setting.case, setting.entry, setting.backend)
         if refusal is not None and error.refused and refusal.matches(error.detail):
-            return Verdict(outcome=Outcome.UNSUPPORTED, claim=f"refused by design: {refusal.reason}", detail=error.detail)
+            return judge.refused(refusal, error.detail)
         return judge.raised(outcome, error.detail)
     if not found:
         return Verdict(outcome=Outcome.PASS, claim=CLAIMS[relation], margin=0.0, detail="\n".join(drive.refused))

@@ -17,7 +17,8 @@ from harness.fit import affected, fit, fit_two, gain_residual
 from harness.gains import Gain, Gains, Group, gains
 from harness.inject import Inputs
 from harness.pattern import pattern
-from harness.verdict import FaultFit, Outcome, Verdict
+from harness.refusals import Refusal
+from harness.verdict import UNREASONED, FaultFit, Outcome, Verdict
 from references.loading import load
 from references.moe import Answer
 from references.vocabulary import Recipe
@@ -43,6 +44,13 @@ def not_refused(reason: str) -> Verdict:
     """A declared refusal that did not happen."""
     claim = f"declared as refused ({reason}), but it ran: the table is out of date"
     return Verdict(outcome=Outcome.RUN_ERROR, claim=claim, signature="NOT_REFUSED")
+
+
+def refused(refusal: Refusal, detail: str) -> Verdict:
+    """A declared refusal was refused; ``detail``: vLLM's words, or the error that stands where a reason should."""
+    if refusal.reasoned:
+        return Verdict(outcome=Outcome.UNSUPPORTED, claim=f"refused by design: {refusal.reason}", detail=detail)
+    return Verdict(outcome=Outcome.UNSUPPORTED, claim=f"refused without a reason: {refusal.reason}", detail=detail, signature=UNREASONED)
 
 
 def wrong_class(ran: str, wanted: Iterable[str]) -> Verdict:

@@ -49,7 +49,7 @@ def load_pair(case: MoECase, backend: Backend, architecture: Architecture, subje
 def _raised(case: MoECase, backend: Backend, architecture: Architecture, error: LoadFailed, extras: dict[str, object]) -> Verdict:
     for refusal in refusals(case, backend, architecture):
         if refusal.matches(error.detail):
-            return Verdict(outcome=Outcome.UNSUPPORTED, claim=f"refused by design: {refusal.reason}", detail=error.detail)
+            return judge.refused(refusal, error.detail)
     if needs := _NEEDS_GPU.search(error.detail):
         extras["stops_at"] = stop = needs[1] or f"a tensor on the GPU ({needs[2]})"
         wanted = classes(case, backend, architecture)

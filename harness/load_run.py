@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from cases.bad_checkpoints import Bad
 from cases.case import Entry
 from cases.checkpoint import Checkpoint, make_checkpoint
-from harness import judge, load_expected, load_oracles, load_views
+from harness import judge, load_expected, load_oracles, load_shards, load_views
 from harness.bad_run import run_bad
 from harness.load_oracles import CLAIMS, Finding, Oracle
 from harness.loading import Question
 from harness.pipeline import PairResult
 from harness.refusals_architecture import declared
-from harness.subject import LoadFailed
+from harness.subject import LoadFailed, RunFailed
 from harness.subject.loading import Depth
 from harness.verdict import Outcome, Verdict
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from harness.pairs import Pair
     from harness.subject.loading import Loads, WatchedLoading
 
-_Answers = Callable[["MoECase", Checkpoint, "Backend", "WatchedLoading", dict[str, object]], Iterable[Finding]]
+_Answers = Callable[["MoECase", Checkpoint, "Backend", "Loads", dict[str, object]], Iterable[Finding]]
 
 SENTINELS = (0x7F, 0xFF)
 UNKNOWN = "0.up_proj.moediff_unknown"
@@ -44,6 +44,8 @@ def ask(question: Question | Bad, pair: Pair, backend: Backend, subject: Loads) 
         found = list(_ASKED[question](pair.case, checkpoint, backend, subject, extras))
     except LoadFailed as error:
         verdict = _refused(pair.case, backend, error)
+    except RunFailed as error:
+        verdict = judge.raised(Outcome.RUN_ERROR, error.detail)
     else:
         verdict = _verdict(question, found)
     return PairResult(verdict=verdict, timings={"loading": time.perf_counter() - began}, extras=extras)
@@ -52,7 +54,7 @@ def ask(question: Question | Bad, pair: Pair, backend: Backend, subject: Loads) 
 def _refused(case: MoECase, backend: Backend, error: LoadFailed) -> Verdict:
     refusal = next((each for each in declared(case, Entry.LAYER, backend) if each.matches(error.detail)), None)
     if refusal is not None:
-        return Verdict(outcome=Outcome.UNSUPPORTED, claim=f"refused by design: {refusal.reason}", detail=error.detail)
+        return judge.refused(refusal, error.detail)
     return judge.raised(Outcome.LOAD_ERROR, error.detail)
 
 
@@ -128,10 +130,12 @@ _ASKED: dict[Question, _Answers] = {
     Question.DIRECTORY: _at_depth(Depth.DIRECTORY),
     Question.STACKED: _at_depth(Depth.STACKED),
     Question.MEMORY: _memory,
+    Question.SHARDED: load_shards.divided,
 }
 _HELD = {
     Question.LOADED: "the layer holds the checkpoint: consumed, decoded, no memory left unwritten, converters handed what was quantized",
     Question.DIRECTORY: CLAIMS[Oracle.DEPTHS_DIFFER],
     Question.MEMORY: CLAIMS[Oracle.PEAK],
+    Question.SHARDED: f"{CLAIMS[Oracle.SHARD]}; {CLAIMS[Oracle.SUM]}",
     Question.STACKED: f"{CLAIMS[Oracle.DEPTHS_DIFFER]}, also where the experts of a projection are one tensor",
 }

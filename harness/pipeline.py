@@ -56,7 +56,7 @@ def run_pair(case: MoECase, entry: Entry, backend: Backend, subject: Subject) ->
 
     def failed(error: SubjectError, outcome: Outcome) -> PairResult:
         if refusal := next((each for each in refusals if each.matches(error.detail)), None):
-            return finish(Verdict(outcome=Outcome.UNSUPPORTED, claim=f"refused by design: {refusal.reason}", detail=error.detail))
+            return finish(judge.refused(refusal, error.detail))
         return finish(judge.raised(outcome, error.detail))
 
     try:

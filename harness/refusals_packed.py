@@ -117,7 +117,7 @@ def _asymmetric_ct(case: MoECase, *weights: Format) -> bool:
 
 _INTERPRETED = "'Tensor' object has no attribute 'untyped_storage'"  # the layer loads; its first forward raises
 
-# when it applies, vLLM's words, the reason, whether vLLM gives a reason itself
+# when it applies, vLLM's words, the reason, whether vLLM gives a reason itself (or this lane, of its own limits)
 _LINES: tuple[tuple[When, str, str, bool], ...] = (
     (
         lambda c, lane: c.origin is Origin.ONLINE and family(c) is Family.NVFP4 and (lane == "interpreter" or not _blackwell()),
@@ -141,7 +141,7 @@ _LINES: tuple[tuple[When, str, str, bool], ...] = (
         lambda c, lane: _ct_mxfp4(c) and lane == "interpreter",
         "gptq_marlin_repack has no CPU implementation",
         "compressed-tensors MXFP4 runs on Marlin whatever is asked for, and Marlin has no CPU stand-in",
-        False,
+        True,
     ),
     (
         lambda c, lane: not _ct_mxfp4(c) and lane not in CLASSES[family(c)],
@@ -179,7 +179,7 @@ _LINES: tuple[tuple[When, str, str, bool], ...] = (
         lambda c, lane: lane == "interpreter" and c.activation is Activation.SWIGLUOAI and family(c) is Family.MXFP4,
         _INTERPRETED,
         "Triton's interpreter does not take the tensors that triton_kernels wraps",
-        False,
+        True,
     ),
     (
         lambda c, lane: lane in _TRITON and family(c) is Family.MXFP4 and not _ct_mxfp4(c) and c.activation is not Activation.SWIGLUOAI,

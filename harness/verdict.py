@@ -15,8 +15,11 @@ class Outcome(StrEnum):
     NONDETERMINISTIC = "NONDETERMINISTIC"  # two runs differ
     LOAD_ERROR = "LOAD_ERROR"
     RUN_ERROR = "RUN_ERROR"
-    UNSUPPORTED = "UNSUPPORTED"  # declared in harness/backends.py and refused by vLLM with its reason
+    UNSUPPORTED = "UNSUPPORTED"  # declared in harness/backends.py and refused by vLLM; without a reason: signature UNREASONED
     UNAVAILABLE = "UNAVAILABLE"  # this machine or this vLLM cannot be driven: what was looked for is said
+
+
+UNREASONED = "UNREASONED"  # signature of UNSUPPORTED where an assertion, or an error of the code below, stands for vLLM's reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from reports.records import Record, Status
-from reports.summary import by_outcome, confirmed, counted
+from reports.summary import by_outcome, confirmed, counted, unreasoned
 
 PAGE = "index.html"
 
@@ -24,6 +24,7 @@ def render(records: Sequence[Record]) -> str:
         outcomes=by_outcome(records),
         statuses=list(Status),
         confirmed=confirmed(records),
+        unreasoned=unreasoned(records),
         news=[record for record in records if record.status is Status.NEW],
         environment=records[0].environment if records else {},
         backends=sorted({record.backend for record in records}),

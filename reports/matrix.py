@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harness.verdict import Outcome
+from harness.verdict import UNREASONED, Outcome
 from reports.records import Record, Status
 
 FILE = "matrix.json"
@@ -26,7 +26,8 @@ _NOT_GATED, _GATED_OR_NOT = ", not gated", ", gated or not"
 _NOBODYS = "fused_experts"  # class of a layer whose method calls the legacy function itself
 _LONG = 220  # characters of a reason that are shown
 _LEGEND = """ran: compared, and passed; loads: chosen, loaded and converted, nothing ran; loads*: as far as an operator that needs the GPU
-no: refused as declared, in vLLM's words; fault: failed as the ledger says; NEW: anything else; numbers are of pairs, brackets say why"""
+no: refused as declared, in vLLM's words; no!: refused without a reason; fault: failed as the ledger says; NEW: anything else
+numbers are of pairs, brackets say why"""
 
 
 class State(StrEnum):
@@ -37,7 +38,11 @@ class State(StrEnum):
     RAN = "ran"  # and passed
     LOADS = "loads"  # chosen, loaded and converted; nothing ran
     PARTLY = "loads*"  # the same as far as an operator that needs the GPU
+    BARE = "no!"  # refused as declared, by an assertion or an error of the code below: no reason is given
     REFUSED = "no"  # refused as declared, in vLLM's words
+
+
+_REFUSED = (State.BARE, State.REFUSED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +87,7 @@ def state(record: Record) -> State:
     if record.status is Status.KNOWN:
         return State.FAULT
     if record.verdict.outcome is Outcome.UNSUPPORTED:
-        return State.REFUSED
+        return State.BARE if record.verdict.signature == UNREASONED else State.REFUSED
     if record.relation == LOAD:
         return State.PARTLY if "stops_at" in record.ran else State.LOADS
     return State.RAN
@@ -92,6 +97,8 @@ def _reason(record: Record) -> str:
     match state(record):
         case State.REFUSED:
             return record.verdict.detail
+        case State.BARE:
+            return f"{record.verdict.claim}; {record.verdict.detail.strip().partition(chr(10))[0] or 'no text'}"
         case State.FAULT:
             return f"{record.ledger}: {record.verdict.signature or record.verdict.outcome}"
         case State.NEW:
@@ -147,7 +154,7 @@ def _draw(console: Console, name: str, found: Sequence[Cell]) -> None:
     numbers: dict[str, int] = {}
     at = {(cell.way, cell.backend): cell for cell in found}
     backends = list(dict.fromkeys(cell.backend for cell in found))
-    refused = {cell.backend for cell in found if cell.worst is State.REFUSED and any(cell.reasons)}
+    refused = {cell.backend for cell in found if cell.worst in _REFUSED and any(cell.reasons)}
     never = [each for each in backends if each in refused and all(_not_its_own(cell) for cell in found if cell.backend == each)]
     shown = [backend for backend in backends if backend not in never]
     table = Table(title=f"{name}: format × origin × backend", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -168,7 +175,7 @@ def _draw(console: Console, name: str, found: Sequence[Cell]) -> None:
 
 def _not_its_own(cell: Cell) -> bool:
     """Refused, or run by the legacy function, which no backend decides."""
-    return cell.worst is State.REFUSED or (cell.worst in (State.LOADS, State.RAN) and cell.classes == (_NOBODYS,))
+    return cell.worst in _REFUSED or (cell.worst in (State.LOADS, State.RAN) and cell.classes == (_NOBODYS,))
 
 
 def _rows(at: Mapping[tuple[str, str], Cell], backends: Sequence[str], numbers: dict[str, int]) -> Iterator[tuple[str, list[Text]]]:
@@ -188,7 +195,7 @@ def _rows(at: Mapping[tuple[str, str], Cell], backends: Sequence[str], numbers: 
 def _text(cell: Cell | None, numbers: dict[str, int]) -> Text:
     if cell is None:
         return Text("")
-    style = {State.NEW: "bold red", State.FAULT: "yellow", State.REFUSED: "dim"}
+    style = {State.NEW: "bold red", State.FAULT: "yellow", State.BARE: "yellow", State.REFUSED: "dim"}
     parts = [f"{each} {count}" if sum(cell.states.values()) > 1 else str(each) for each, count in cell.states.items()]
     whys = sorted({numbers.setdefault(_short(reason), len(numbers) + 1) for reason in cell.reasons})
     why = f" [{','.join(str(number) for number in whys)}]" if whys else ""

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harness.verdict import Outcome
+from harness.verdict import UNREASONED, Outcome
 from reports.records import KINDS, Record, Status
 
 _SHOWN = 20  # news shown in full; the rest are in the records
@@ -31,6 +31,15 @@ def confirmed(records: Iterable[Record]) -> dict[str, list[Record]]:
     for record in records:
         if record.status is Status.KNOWN:
             found[record.ledger].append(record)
+    return dict(sorted(found.items()))
+
+
+def unreasoned(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """What was refused -> the records in which an error stands where vLLM's reason should: findings too."""
+    found: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        if record.verdict.outcome is Outcome.UNSUPPORTED and record.verdict.signature == UNREASONED:
+            found[record.verdict.claim].append(record)
     return dict(sorted(found.items()))
 
 
@@ -58,7 +67,7 @@ def render(
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=color, color_system="standard" if color else None, highlight=False)
     console.print(_outcomes(records))
-    for line in (*_faults(records), *_news(records, stale, unfinished), *_where(records, where, left_out)):
+    for line in (*_faults(records), *_refused(records), *_news(records, stale, unfinished), *_where(records, where, left_out)):
         console.print(line, soft_wrap=True)  # ids and paths stay in one piece
     return out.getvalue().rstrip()
 
@@ -85,6 +94,15 @@ def _faults(records: Sequence[Record]) -> list[Text]:
     for entry, those in found.items():
         signatures = ", ".join(sorted({record.verdict.signature for record in those if record.verdict.signature})[:3])
         lines.append(Text(f"  {entry}: {counted(those)} · {signatures or those[0].verdict.outcome} · {those[0].link}"))
+    return lines
+
+
+def _refused(records: Sequence[Record]) -> list[Text]:
+    found = unreasoned(records)
+    lines = [Text("Upstream refuses without giving a reason (harness/refusals*.py)", "bold")] if found else []
+    for claim, those in found.items():
+        says = Counter(record.verdict.detail.strip().partition("\n")[0] for record in those)
+        lines.append(Text(f"  {claim.partition(': ')[2]}: {counted(those)} · {says.most_common(1)[0][0]}"))
     return lines
 
 

@@ -16,8 +16,9 @@ from harness.expected import expected
 from harness.faults import Fault, applicable
 from harness.message import message
 from harness.recipes import recipe
+from harness.refusals import Refusal
 from harness.subject.fake import FakeSubject
-from harness.verdict import FaultFit, Outcome, Verdict
+from harness.verdict import UNREASONED, FaultFit, Outcome, Verdict
 from references.moe import Answer
 
 CASE = MoECase.from_id("int8-channel-static-quark-silu-fp16-e4k2m8h128i64-balanced")
@@ -171,3 +172,11 @@ def test_where_every_sum_is_exact_the_claim_is_equality() -> None:
     assert "the output equals the reference's" in passed.claim
     broken = verdict_of(*ran(Fault.STALE_ROW, lattice), case=lattice)
     assert (broken.outcome, broken.signature) == (Outcome.NOT_IDENTICAL, "STALE_ROW")
+
+
+def test_a_refusal_without_a_reason_is_marked() -> None:
+    refusal = Refusal(reason="groups only", says="AssertionError", applies=lambda case, entry: True, reasoned=False)
+    bare, told = judge.refused(refusal, "AssertionError: "), judge.refused(replace(refusal, reasoned=True), "ValueError: groups only")
+    assert (bare.outcome, bare.signature) == (Outcome.UNSUPPORTED, UNREASONED)
+    assert (told.outcome, told.signature) == (Outcome.UNSUPPORTED, "")
+    assert bare.claim == "refused without a reason: groups only"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.verdict import Outcome, Verdict
+from harness.verdict import UNREASONED, Outcome, Verdict
 from reports.matrix import FILE, LOAD, State, cells, render, state, write
 from reports.records import Record, Status
 
@@ -42,6 +42,11 @@ def record(fields: dict[str, object], backend: str = "humming", outcome: Outcome
 LOADS = record(FP8)
 PARTLY = record(FP8, "marlin", ran={"stops_at": "_C::gptq_marlin_repack"})
 NO = record(FP8, "cutlass", Outcome.UNSUPPORTED)
+BARE = record(
+    FP8,
+    "emulation",
+    verdict=Verdict(outcome=Outcome.UNSUPPORTED, claim="refused without a reason: groups only", detail="AssertionError: ", signature=UNREASONED),
+)
 FAULT = record(FP8, "humming-a8", Outcome.LOAD_ERROR, status=Status.KNOWN, ledger="humming-entry")
 NEW = record(FP8, "triton", Outcome.LOAD_ERROR, status=Status.NEW, news="LOAD_ERROR and no entry knows it\nmore")
 RAN = record(FP8, "interpreter", relation="", environment={}, ran={"experts_class": "TritonExperts"})
@@ -49,7 +54,7 @@ RAN = record(FP8, "interpreter", relation="", environment={}, ran={"experts_clas
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [(LOADS, State.LOADS), (PARTLY, State.PARTLY), (NO, State.REFUSED), (FAULT, State.FAULT), (NEW, State.NEW), (RAN, State.RAN)],
+    [(LOADS, State.LOADS), (PARTLY, State.PARTLY), (NO, State.REFUSED), (BARE, State.BARE), (FAULT, State.FAULT), (NEW, State.NEW), (RAN, State.RAN)],
 )
 def test_every_state(given: Record, expected: State) -> None:
     assert state(given) is expected
@@ -90,6 +95,12 @@ def test_reasons_are_numbered_once_and_shortened() -> None:
         "what was claimed",
     ):
         assert expected in text
+
+
+def test_a_refusal_without_a_reason_is_told_apart() -> None:
+    text = render(cells([BARE, LOADS, NO]))
+    assert "no! [" in text
+    assert "refused without a reason: groups only; AssertionError: " in text
 
 
 def test_gated_or_not_is_one_row_where_nothing_differs() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from harness.verdict import Outcome, Verdict
+from harness.verdict import UNREASONED, Outcome, Verdict
 from reports import html, summary
 from reports.records import Record, Start, Status
 
@@ -36,6 +36,18 @@ def test_the_summary_counts_confirms_and_names_what_is_new() -> None:
     assert "peak worker memory 3.00 GiB" in text
     assert "median pair 0.50 s" in text
     assert lines[-1] == "Records: some/where"
+
+
+def test_refusals_without_a_reason_are_listed() -> None:
+    verdict = Verdict(
+        outcome=Outcome.UNSUPPORTED, claim="refused without a reason: <groups> only", detail="AssertionError: \nmore", signature=UNREASONED
+    )
+    bare = dataclasses.replace(RECORDS[0], verdict=verdict)
+    text, page = summary.render([*RECORDS, bare, bare], where="."), html.render([bare])
+    assert "  <groups> only: 2 pairs · AssertionError:" in text
+    assert "refused without a reason: &lt;groups&gt; only" in page
+    reasoned = dataclasses.replace(bare, verdict=dataclasses.replace(verdict, signature=""))
+    assert "without" not in summary.render([reasoned], where=".") + html.render([reasoned])
 
 
 def test_the_summary_of_a_clean_run_says_so() -> None:
