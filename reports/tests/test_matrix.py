@@ -45,7 +45,9 @@ NO = record(FP8, "cutlass", Outcome.UNSUPPORTED)
 BARE = record(
     FP8,
     "emulation",
-    verdict=Verdict(outcome=Outcome.UNSUPPORTED, claim="refused without a reason: groups only", detail="AssertionError: ", signature=UNREASONED),
+    verdict=Verdict(
+        outcome=Outcome.UNSUPPORTED, claim="refused without a reason: groups only", detail="AssertionError: ", signature=UNREASONED
+    ),
 )
 FAULT = record(FP8, "humming-a8", Outcome.LOAD_ERROR, status=Status.KNOWN, ledger="humming-entry")
 NEW = record(FP8, "triton", Outcome.LOAD_ERROR, status=Status.NEW, news="LOAD_ERROR and no entry knows it\nmore")
@@ -54,7 +56,15 @@ RAN = record(FP8, "interpreter", relation="", environment={}, ran={"experts_clas
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [(LOADS, State.LOADS), (PARTLY, State.PARTLY), (NO, State.REFUSED), (BARE, State.BARE), (FAULT, State.FAULT), (NEW, State.NEW), (RAN, State.RAN)],
+    [
+        (LOADS, State.LOADS),
+        (PARTLY, State.PARTLY),
+        (NO, State.REFUSED),
+        (BARE, State.BARE),
+        (FAULT, State.FAULT),
+        (NEW, State.NEW),
+        (RAN, State.RAN),
+    ],
 )
 def test_every_state(given: Record, expected: State) -> None:
     assert state(given) is expected
@@ -98,7 +108,7 @@ def test_reasons_are_numbered_once_and_shortened() -> None:
 
 
 def test_a_refusal_without_a_reason_is_told_apart() -> None:
-    text = render(cells([BARE, LOADS, NO]))
+    text = render(cells([replace(BARE, backend="humming", fields=ONLINE), LOADS, NO]))
     assert "no! [" in text
     assert "refused without a reason: groups only; AssertionError: " in text
 
