@@ -1,0 +1,75 @@
+"""The batched entry: what ran, what is refused, and that rows which no token fills do not show."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from cases.batch import make_batch
+from cases.case import Entry, MoECase
+from cases.checkpoint import make_checkpoint
+from harness.backends import Backend, declared_refusal
+from harness.pipeline import run_pair
+from harness.subject import LoadFailed
+from harness.verdict import Outcome
+
+if TYPE_CHECKING:
+    from harness.subject.vllm_layer import VllmSubject
+
+pytestmark = pytest.mark.vllm
+SMALL = "e4k2m8h128i64-balanced"
+EXPERTS = "vllm.model_executor.layers.fused_moe.experts.fused_batched_moe"
+RUNS = [
+    (f"bf16-none-none-plain-silu-bf16-{SMALL}", "bfloat16"),
+    (f"fp16-none-none-plain-gelu_no_mul-fp16-{SMALL}", "float16"),
+    (f"e4m3fn-tensor-dyntensor-raw-silu-fp16-{SMALL}", "float8_e4m3fn"),
+    (f"e4m3fn-channel-dyntoken-raw-relu2_no_mul-bf16-{SMALL}-norenorm", "float8_e4m3fn"),
+]
+
+
+@pytest.mark.parametrize(("text", "dtype"), RUNS, ids=[text for text, _ in RUNS])
+def test_batched_experts_ran(subject: VllmSubject, text: str, dtype: str) -> None:
+    case = MoECase.from_id(text)
+    loaded = subject.load(case, Entry.BATCHED, make_checkpoint(case))
+    ran = subject.run(loaded, make_batch(case))
+    assert (loaded.quant_method, loaded.experts_class, ran.experts_class) == (
+        "BatchedPrepareAndFinalize",
+        "BatchedTritonExperts",
+        "BatchedTritonExperts",
+    )
+    assert ran.gemm_dtypes == (dtype, dtype)
+    assert ran.output.shape == (case.tokens, case.hidden)
+    assert bool(torch.isfinite(ran.output).all())
+
+
+@pytest.mark.parametrize("scheme", ["int8-channel-dyntoken", "int8-tensor-static", "e4m3fn-channel-static", "e4m3fn-channel-dyntensor"])
+def test_refused_in_vllms_words(subject: VllmSubject, scheme: str) -> None:
+    case = MoECase.from_id(f"{scheme}-raw-silu-bf16-{SMALL}")
+    declared = declared_refusal(case, Entry.BATCHED, Backend.BATCHED_TRITON)
+    assert declared is not None
+    with pytest.raises(LoadFailed) as failed:
+        subject.load(case, Entry.BATCHED, make_checkpoint(case))
+    assert failed.value.refused
+    assert declared.matches(failed.value.detail)
+
+
+@pytest.mark.parametrize("routing", ["balanced", "single"])
+def test_a_kernel_that_is_one_row_off_reads_nan_where_there_is_room_for_it(
+    subject: VllmSubject, routing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = MoECase.from_id(f"e4m3fn-channel-dyntoken-raw-silu-bf16-e4k2m8h128i64-{routing}")
+    assert run_pair(case, Entry.BATCHED, Backend.INTERPRETER, subject).verdict.outcome is Outcome.PASS
+    module = importlib.import_module(EXPERTS)
+    original = module.invoke_moe_batched_triton_kernel
+
+    def off(A: torch.Tensor, **kwargs: Any) -> None:
+        original(A=A.view(torch.uint8).roll(-1, 1).view(A.dtype), **kwargs)
+
+    monkeypatch.setattr(module, "invoke_moe_batched_triton_kernel", off)
+    verdict = run_pair(case, Entry.BATCHED, Backend.INTERPRETER, subject).verdict
+    assert verdict.outcome is Outcome.MISMATCH
+    output = subject.run(subject.load(case, Entry.BATCHED, make_checkpoint(case)), make_batch(case)).output
+    assert bool(output.isnan().any()) == (routing == "balanced")  # single: an expert's rows fill all there is room for
