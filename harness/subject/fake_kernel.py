@@ -322,7 +322,7 @@ def forward(
 def combine(contributions: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     """[M, H] in the output dtype: the k contributions, stored again in the compute dtype, added from the last to the first."""
     stored = contributions
-    for fmt in recipe.compute:
+    for fmt in (recipe.output,) if recipe.router_weight is RouterWeight.STORED else recipe.compute:
         stored = cast(stored, fmt)
     total = stored[:, -1]
     for slot in reversed(range(stored.shape[1] - 1)):
