@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from cases.axes import ActScale, Origin
 from cases.case import MoECase
+from cases.shards import cut_cases
 from references.vocabulary import Layout
 
 
@@ -35,6 +36,7 @@ class Bad(StrEnum):
     EMPTY_FILE = "empty_file"
     TRUNCATED_FILE = "truncated_file"
     EMPTY_SHARD = "empty_shard"
+    CUT_GROUP = "cut_group"
 
 
 class Expect(StrEnum):
@@ -49,6 +51,7 @@ EXPECTED: dict[Bad, Expect] = {
     **dict.fromkeys(Bad, Expect.REFUSED),
     **dict.fromkeys((Bad.EXTRA_TENSOR, Bad.EXTRA_EXPERT, Bad.WEIGHT_DTYPE, Bad.ZERO_SCALE, Bad.NEGATIVE_SCALE), Expect.ANSWERED),
     **dict.fromkeys((Bad.ZERO_EXPERT, Bad.UNEQUAL_INPUT_SCALES, Bad.UNEQUAL_GLOBAL_SCALES), Expect.ANSWERED),
+    Bad.CUT_GROUP: Expect.ANSWERED,
     **dict.fromkeys((Bad.NAN_WEIGHT, Bad.NAN_SCALE, Bad.INF_SCALE), Expect.NOT_FINITE),
 }
 
@@ -75,6 +78,7 @@ CLAIMS: dict[Bad, str] = {
     Bad.EMPTY_FILE: "a shard of no bytes",
     Bad.TRUNCATED_FILE: "a shard that ends before its tensors do",
     Bad.EMPTY_SHARD: "a shard that holds no tensors where the index says otherwise",
+    Bad.CUT_GROUP: "a layer of which a tensor parallel rank ends in the middle of a group of scales",
 }
 
 FILES = (Bad.EMPTY_FILE, Bad.TRUNCATED_FILE, Bad.EMPTY_SHARD)
@@ -112,7 +116,8 @@ def bad_checkpoints() -> tuple[BadCheckpoint, ...]:
     """Every way of being wrong of every loader; the same at all levels."""
     layers = [MoECase.from_id(text) for text in _LAYERS]
     apart = tuple(BadCheckpoint(Bad.UNEQUAL_GLOBAL_SCALES, MoECase.from_id(text)) for text in _GLOBAL)
-    return (*(BadCheckpoint(bad, case) for case in layers for bad in Bad if possible(bad, case)), *apart)
+    cut = tuple(BadCheckpoint(Bad.CUT_GROUP, case) for case in cut_cases())
+    return (*(BadCheckpoint(bad, case) for case in layers for bad in Bad if possible(bad, case)), *apart, *cut)
 
 
 def possible(bad: Bad, case: MoECase) -> bool:
@@ -133,5 +138,7 @@ def possible(bad: Bad, case: MoECase) -> bool:
             return case.stored.value != "int8"
         case Bad.GATE_WITHOUT_UP:
             return case.activation.gated
+        case Bad.CUT_GROUP:
+            return case in cut_cases()
         case _:
             return True

@@ -16,6 +16,7 @@ from cases.batch import make_batch
 from cases.case import Entry
 from cases.checkpoint import make_checkpoint
 from cases.spoil import Spoiled, spoil
+from harness import load_shards
 from harness.compare import compare
 from harness.expected import expected
 from harness.pipeline import PairResult
@@ -27,7 +28,7 @@ from references.formats import round_to
 if TYPE_CHECKING:
     from harness.backends import Backend
     from harness.pairs import Pair
-    from harness.subject.loading import ReadsDirectories
+    from harness.subject.loading import Loads, ReadsDirectories
     from references.moe import Answer
 
 _SAYS = {
@@ -39,9 +40,12 @@ _SAYS = {
 }
 
 
-def run_bad(bad: Bad, pair: Pair, backend: Backend, subject: ReadsDirectories) -> PairResult:
+def run_bad(bad: Bad, pair: Pair, backend: Backend, subject: Loads) -> PairResult:
     """The verdict on one spoiled checkpoint. Signatures: ACCEPTED, UNNAMED:<error>, ZEROS, NAN, FINITE, WRONG, or what a run raised."""
     began = time.perf_counter()
+    if bad is Bad.CUT_GROUP:
+        verdict = load_shards.cut(pair.case, make_checkpoint(pair.case), backend, subject)
+        return PairResult(verdict=verdict, timings={"loading": time.perf_counter() - began}, extras={"expects": EXPECTED[bad].value})
     spoiled = spoil(bad, pair.case, make_checkpoint(pair.case))
     extras: dict[str, object] = {"expects": EXPECTED[bad].value}
     verdict = _verdict(bad, pair, backend, subject, spoiled, extras)

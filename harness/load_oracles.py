@@ -33,6 +33,8 @@ class Oracle(StrEnum):
     HANDED = "HANDED"  # a converter was given something else than the quantized weights and scales
     LEFT = "LEFT"  # the loaded layer holds something else than the quantized weights and scales
     DEPTHS_DIFFER = "DEPTHS_DIFFER"  # vLLM's own loader left other parameters than the layer's load_weights
+    SHARD = "SHARD"  # one rank of a divided layer holds something else than its slice of the checkpoint, loaded as a layer of its own
+    SUM = "SUM"  # the ranks' outputs do not add up to the layer's
     PEAK = "PEAK"  # more memory at once than inputs, outputs and one expert's scratch
 
 
@@ -46,6 +48,8 @@ CLAIMS: dict[Oracle, str] = {
     Oracle.HANDED: "converters are handed exactly the quantized weights and scales",
     Oracle.LEFT: "the loaded layer holds exactly the quantized weights and scales",
     Oracle.DEPTHS_DIFFER: "vLLM's own loader, reading a directory, leaves the parameters of the layer's load_weights, bit for bit",
+    Oracle.SHARD: "each rank of a divided layer holds its slice of the checkpoint, bit for bit as if that were a layer of its own",
+    Oracle.SUM: "the outputs of all ranks add up to the layer's",
     Oracle.PEAK: "conversion and quantization need their outputs and one expert's scratch",
 }
 

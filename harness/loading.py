@@ -11,6 +11,7 @@ from cases.case import Entry, Level, MoECase, Origin
 from cases.generate import pairs
 from cases.memory import MANY, memory_cases
 from cases.packed import weight_only_words
+from cases.shards import leading, shard_cases
 from harness.backends import Backend
 from harness.pairs import Pair
 from harness.suite.subjects import VLLM
@@ -27,6 +28,7 @@ class Question(StrEnum):
     DIRECTORY = "directory"  # vLLM's own loader, reading a directory, leaves the same parameters
     STACKED = "stacked"  # and so it does where the experts of a projection are one tensor
     MEMORY = "memory"  # conversion and quantization allocate what they need
+    SHARDED = "sharded"  # divided among ranks, each holds its part, and their outputs add up
 
 
 ASKED_ON = (Backend.INTERPRETER, Backend.TRITON)  # lanes whose layout of parameters the oracles know
@@ -50,17 +52,23 @@ def questions(level: Level, backend: Backend) -> tuple[Asked, ...]:
         return ()
     every = about([Pair(*pair) for pair in pairs(level)])
     if level is not Level.SMOKE:
-        return (*every, *memory(), *bad())
+        return (*every, *memory(), *sharded(level), *bad())
     first: dict[Hashable, Asked] = {}
     for asked in every:
         first.setdefault((asked.question, *_kind(asked.pair.case)), asked)
     one = (Question.DIRECTORY, Question.STACKED)
-    return (*(asked for asked in every if asked.question not in one or asked in first.values()), *memory(), *bad())
+    return (*(asked for asked in every if asked.question not in one or asked in first.values()), *memory(), *sharded(level), *bad())
 
 
 def memory() -> tuple[Asked, ...]:
     """Every way of quantizing, with so many experts that no temporary of all of them can hide in one expert's scratch."""
     return tuple(Asked(Question.MEMORY, Pair(case, Entry.LAYER)) for case in memory_cases())
+
+
+def sharded(level: Level) -> tuple[Asked, ...]:
+    """Every way of quantizing, divided among ranks."""
+    cases = (case for case in shard_cases() if level is not Level.SMOKE or leading(case))
+    return tuple(Asked(Question.SHARDED, Pair(case, Entry.LAYER)) for case in cases)
 
 
 def bad(cases: frozenset[MoECase] | None = None) -> tuple[Asked, ...]:
@@ -92,6 +100,8 @@ def applies(question: Question, case: MoECase) -> bool:
         return True
     if question is Question.MEMORY:
         return case.experts >= MANY
+    if question is Question.SHARDED:
+        return case in shard_cases()
     if case.quantized and case.dtype is Format.FP32:
         return False
     if question is Question.DIRECTORY:

@@ -41,8 +41,10 @@ class FakeSubject:
 
     def load(self, case: MoECase, entry: Entry, checkpoint: Checkpoint) -> Loaded:
         """Never fails."""
-        how = recipe(case, entry, self._backend)
-        stored = experts(case, checkpoint)
+        return self.load_experts(case, entry, experts(case, checkpoint), recipe(case, entry, self._backend))
+
+    def load_experts(self, case: MoECase, entry: Entry, stored: tuple[Expert, ...], how: Recipe) -> Loaded:
+        """These experts, whatever file they came from; the case says how tokens are routed to them."""
         ran = sorted(experts_expected(case, entry, self._backend))[0]
         layer = _Layer(case=case, recipe=how, stored=stored, loaded=kernel.load(stored, how), experts_class=ran)
         return Loaded(handle=layer, quant_method="fake", experts_class=ran)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import replace
 from enum import Enum
@@ -11,17 +12,21 @@ import torch
 
 from cases.case import Entry, Origin
 from cases.checkpoint import make_checkpoint
+from cases.sharding import slice_of
+from cases.shards import Shard, whole_groups
 from cases.spoil import SHARD
+from harness.expected import experts as stored_experts
 from harness.recipes import recipe
 from harness.subject import Loaded, LoadFailed, fake_kernel
 from harness.subject.allocations import fill
 from harness.subject.fake import FakeSubject
 from harness.subject.loading import Allocated, Depth, Handed, Loading
 from references.formats import encode, torch_dtype
+from references.shards import shard
 from references.vocabulary import Layout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from cases.batch import Batch
@@ -29,6 +34,7 @@ if TYPE_CHECKING:
     from cases.checkpoint import Checkpoint
     from harness.backends import Backend
     from harness.subject import Ran
+    from references.moe import Projection
 
 
 class LoadFault(Enum):
@@ -54,6 +60,9 @@ class LoadFault(Enum):
     NOTHING_NAMED = "what is wrong with a directory is said without naming it"
     FINITE_FOR_NAN = "numbers that are not finite come out as zero"
     NAN_FOR_ZERO = "a scale of zero divides"
+    RANKS_ALIKE = "every rank is given the part of the first"
+    BIAS_ON_EVERY_RANK = "every rank adds the down projection's bias"
+    CUT_GROUP_STRETCHED = "a rank that cuts a group of scales takes its first group for all of its columns"
     LAST_INPUT_SCALE = "of gate's and up's activation scale the one loaded last stays"
 
 
@@ -68,10 +77,22 @@ class FakeLoading:
     def __init__(self, backend: Backend, fault: LoadFault | None = None) -> None:
         """``backend`` decides the recipe."""
         self._backend, self._fault, self._runs = backend, fault, FakeSubject(None, backend)
+        self._shard: Shard | None = None
+
+    @contextlib.contextmanager
+    def as_rank(self, rank: int, ranks: int) -> Iterator[None]:
+        """See harness/subject/loading.py."""
+        self._shard = Shard(0 if self._fault is LoadFault.RANKS_ALIKE else rank, ranks)
+        try:
+            yield
+        finally:
+            self._shard = None
 
     def watch_loading(self, case: MoECase, checkpoint: Checkpoint, *, depth: Depth = Depth.LAYER, sentinel: int | None = None) -> Loading:
         """As harness/subject/loading.py says. Raises LoadFailed for a tensor of an unknown name."""
         fault = self._fault
+        if self._shard is not None:
+            case, checkpoint = slice_of(case, checkpoint, self._shard)
         byte = 0x5A if sentinel is None else sentinel
         before = self._parameters(case, checkpoint, byte)
         consumed: dict[str, tuple[str, ...]] = {}
@@ -92,6 +113,8 @@ class FakeLoading:
 
     def load_directory(self, case: MoECase, checkpoint: Checkpoint, damage: Callable[[Path], None] | None = None) -> Loaded:
         """What is wrong is told apart by the checkpoint that should have been. Raises LoadFailed, naming it."""
+        if self._shard is not None:
+            return self._load_rank(case, checkpoint, self._shard)
         should = make_checkpoint(case).tensors
         wrong = [name for name in should if name not in checkpoint.tensors or checkpoint.tensors[name].shape != should[name].shape]
         if (wrong or damage) and self._fault is not LoadFault.ANYTHING_ACCEPTED:
@@ -105,6 +128,26 @@ class FakeLoading:
         if wrong or damage:  # accepted: nothing of it is ever run
             return Loaded(handle=None, quant_method="fake", experts_class="fake")
         return self._runs.load(case, Entry.LAYER, replace(checkpoint, tensors=tensors))
+
+    def _load_rank(self, case: MoECase, checkpoint: Checkpoint, rank: Shard) -> Loaded:
+        cut, fault = not whole_groups(case, rank.ranks), self._fault
+        if cut and fault is LoadFault.NOTHING_NAMED:
+            raise LoadFailed("AssertionError: ")
+        how = recipe(case, Entry.LAYER, self._backend)
+        try:
+            stored = shard(stored_experts(case, checkpoint), rank.rank, rank.ranks)
+        except ValueError as error:
+            if fault is LoadFault.ANYTHING_ACCEPTED:
+                return Loaded(handle=None, quant_method="fake", experts_class="fake")
+            raise LoadFailed(f"ValueError: a rank's part is no multiple of the group size: {error}") from error
+        if cut and case.weight_scale is Layout.BLOCK128:
+            raise LoadFailed("ValueError: a rank's part is not divisible by block_n")
+        if cut and fault is LoadFault.CUT_GROUP_STRETCHED:
+            stored = tuple(replace(each, down=_stretched(each.down)) for each in stored)
+        if fault is LoadFault.BIAS_ON_EVERY_RANK:
+            whole = stored_experts(case, checkpoint)
+            stored = tuple(replace(mine, down=replace(mine.down, bias=all_.down.bias)) for mine, all_ in zip(stored, whole, strict=True))
+        return self._runs.load_experts(case, Entry.LAYER, stored, how)
 
     def run(self, loaded: Loaded, batch: Batch) -> Ran:
         """One forward of the fake subject."""
@@ -169,14 +212,12 @@ class FakeLoading:
         self, case: MoECase, checkpoint: Checkpoint, before: dict[str, torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], tuple[Handed, ...]]:
         """Merge or quantize by the fake's own kernel, then hand everything to a converter that changes nothing."""
-        from harness.expected import experts
-
         fault, how = self._fault, recipe(case, Entry.LAYER, self._backend)
         after = {name: tensor.clone() for name, tensor in before.items()}
         quantizes = case.origin is Origin.ONLINE or (case.weight_scale is Layout.TENSOR and case.activation.gated)
         if quantizes and case.weight_scale is not Layout.NONE and fault is not LoadFault.HANDED_UNQUANTIZED:
             for prefix in ("w13", "w2"):
-                loaded = [getattr(expert, prefix) for expert in fake_kernel.load(experts(case, checkpoint), how)]
+                loaded = [getattr(expert, prefix) for expert in fake_kernel.load(stored_experts(case, checkpoint), how)]
                 codes = [matrix.codes * (0.999 if fault is LoadFault.CODES_TRUNCATED else 1.0) for matrix in loaded]
                 codes = [each.trunc() if fault is LoadFault.CODES_TRUNCATED else each for each in codes]
                 after[f"{prefix}_weight"] = torch.stack([encode(each.double(), case.weight) for each in codes])
@@ -194,6 +235,11 @@ class FakeLoading:
         if fault is LoadFault.HANDED_BEFORE_INSTALLED:
             state = {name: tensor for name, tensor in state.items() if "weight_scale" not in name}
         return after, (Handed(converter="fake_converter", arguments={}, state=state),)
+
+
+def _stretched(projection: Projection) -> Projection:
+    assert projection.scale is not None
+    return replace(projection, scale=projection.scale[:, :1].expand(projection.scale.shape))
 
 
 def _put(case: MoECase, parameter: torch.Tensor, expert: int, projection: str, tensor: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     import torch
@@ -98,5 +99,14 @@ class WatchedLoading(Protocol):
 
 
 @runtime_checkable
-class Loads(WatchedLoading, ReadsDirectories, Protocol):
+class HasRanks(Protocol):
+    """A subject that can load one rank's part of a layer, in one process."""
+
+    def as_rank(self, rank: int, ranks: int) -> AbstractContextManager[None]:
+        """While entered, layers are built and loaded as tensor parallel rank ``rank`` of ``ranks``; they run outside, without reduction."""
+        ...
+
+
+@runtime_checkable
+class Loads(WatchedLoading, ReadsDirectories, HasRanks, Protocol):
     """A subject of which every question about loading can be asked."""

@@ -216,6 +216,21 @@ def prepare_process(device: str) -> None:
         surface["init_workspace_manager"](torch.device(device))
 
 
+@contextmanager
+def tensor_parallel(device: str, rank: int, ranks: int) -> Iterator[None]:
+    """The tensor parallel group says that this process is ``rank`` of ``ranks``. It stays a group of one: nothing may communicate."""
+    surface = probe_surface()
+    with current_config(vllm_config("auto", torch.bfloat16, experts=2, top_k=1, hidden=128, intermediate=128)):
+        prepare_process(device)
+    group = surface["tensor parallel group"]()
+    before = group.world_size, group.rank_in_group
+    group.world_size, group.rank_in_group = ranks, rank
+    try:
+        yield
+    finally:
+        group.world_size, group.rank_in_group = before
+
+
 def drop_workspaces(device: str = "cuda") -> None:
     """Give back the scratch memory that layers share; the next forward allocates its own."""
     surface = probe_surface()

@@ -203,6 +203,12 @@ class VllmSubject:
             parameters={name: parameter.data for name, parameter in experts.named_parameters()},
         )
 
+    def as_rank(self, rank: int, ranks: int) -> AbstractContextManager[None]:
+        """While entered, layers are built and loaded as that rank's; see harness/subject/loading.py."""
+        from harness.subject import vllm_compat
+
+        return vllm_compat.tensor_parallel(self.device, rank, ranks)
+
     def _load_layer(self, case: MoECase, checkpoint: Checkpoint) -> Loaded:
         import torch
 
