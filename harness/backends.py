@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from cases.case import Entry, MoECase, Origin
 from cases.packed import is_packed
-from harness import claims, refusals_batched, refusals_cuda, refusals_packed
+from harness import claims, families, refusals_batched, refusals_cuda, refusals_packed
 from harness.claims import (
     BLOCK,
     CHANNEL_TOKEN,
@@ -310,7 +310,7 @@ def experts_expected(case: MoECase, entry: Entry, backend: Backend) -> frozenset
     if entry is Entry.LAYER and quark_int8_static(case):
         return frozenset({"fused_experts"})
     if entry is Entry.LAYER and is_packed(case):
-        return refusals_packed.experts(case, backend)
+        return families.experts(case, backend)
     if runs_default(case, backend):
         return SPECS[Backend.TRITON].expert_classes[Entry.LAYER]
     return SPECS[backend].expert_classes[entry]

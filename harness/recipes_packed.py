@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from cases.case import ActScale, Origin
 from harness.backends import Backend
+from harness.families import Family, family
 from harness.recipes_cuda import ALL_FP32, HUMMING_SCALE_FLOOR, placed, split
-from harness.refusals_packed import Family, family
 from references.kernel_layout import FP8_SCALE_FLOOR
 from references.vocabulary import (
     Accumulator,

@@ -1,4 +1,4 @@
-"""What vLLM does with packed and microscaled layers, lane by lane: refused in these words, or run by one of these classes.
+"""What vLLM refuses of packed and microscaled layers, lane by lane, in its own words.
 
 Read in ``fused_moe/oracle/{int_wna16,w4a8,nvfp4,mxfp4,mxfp8}.py`` (0.33.0) and the methods that call them; heard by building the layers.
 Every such layer is refused by the first line that applies, and claimed where none does.
@@ -7,88 +7,13 @@ Every such layer is refused by the first line that applies, and claimed where no
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import StrEnum
 
 from cases.case import ActScale, Entry, MoECase, Origin
-from cases.packed import INTEGERS, is_packed
+from cases.packed import is_packed
+from harness.families import CLASSES, Family, ct_mxfp4, family
 from harness.installed import compute_capability
 from harness.refusals import Refusal
 from references.vocabulary import Activation, CheckpointFormat, Format, Layout
-
-
-class Family(StrEnum):
-    """Which oracle decides; values are what vLLM calls the layers."""
-
-    WNA16 = "WNA16"
-    W4A8 = "W4A8"
-    NVFP4 = "NvFp4"
-    MXFP4 = "MXFP4"
-    MXFP8 = "MXFP8"
-
-
-def family(case: MoECase) -> Family:
-    """The oracle of a packed case."""
-    if case.weight in INTEGERS:
-        return Family.WNA16 if case.act_scale is ActScale.NONE else Family.W4A8
-    if case.weight is Format.E4M3FN:
-        return Family.MXFP8
-    return Family.NVFP4 if case.weight_scale is Layout.GROUP16 else Family.MXFP4
-
-
-_HUMMING = frozenset({"HummingIndexedExperts", "HummingGroupedExperts"})
-_MARLIN = frozenset({"MarlinExperts"})
-_NVFP4_EMULATION = frozenset({"Nvfp4QuantizationEmulationTritonExperts"})
-_WNA16_TRITON = frozenset({"TritonWNA16Experts"})
-
-# lane -> what runs there; a lane that is not named has no kernels for the family
-CLASSES: dict[Family, dict[str, frozenset[str]]] = {
-    Family.WNA16: {
-        "interpreter": _WNA16_TRITON,
-        "triton": _WNA16_TRITON,
-        "marlin": _MARLIN,
-        "humming": _HUMMING,
-        "humming-a8": _HUMMING,
-        "flashinfer-trtllm": frozenset({"TrtLlmMxint4ExpertsMonolithic"}),
-        "emulation": frozenset({"Int4EmulationTritonExperts"}),
-    },
-    Family.W4A8: {"cutlass": frozenset({"CutlassExpertsW4A8Fp8"}), "humming": _HUMMING, "humming-a8": _HUMMING},
-    Family.NVFP4: {
-        "interpreter": _NVFP4_EMULATION,
-        "triton": _NVFP4_EMULATION,
-        "marlin": _MARLIN,
-        "humming": _HUMMING,
-        "humming-a8": _HUMMING,
-        "cutlass": frozenset({"CutlassExpertsFp4"}),
-        "flashinfer-cutlass": frozenset({"FlashInferExperts"}),
-        "flashinfer-trtllm": frozenset({"TrtLlmNvFp4ExpertsMonolithic", "TrtLlmNvFp4ExpertsModular"}),
-        "flashinfer-cutedsl": frozenset({"FlashInferCuteDSLExperts"}),
-        "emulation": _NVFP4_EMULATION,
-    },
-    Family.MXFP4: {
-        "interpreter": frozenset({"OAITritonMxfp4ExpertsMonolithic", "OAITritonExperts"}),
-        "triton": frozenset({"OAITritonMxfp4ExpertsMonolithic", "OAITritonExperts"}),
-        "triton-unfused": frozenset({"UnfusedOAITritonExperts"}),
-        "marlin": _MARLIN,
-        "humming": _HUMMING,
-        "humming-a8": _HUMMING,
-        "deep-gemm": frozenset({"DeepGemmFP4Experts"}),
-        "flashinfer-cutlass": frozenset({"FlashInferExperts"}),
-        "flashinfer-trtllm": frozenset({"TrtLlmMxfp4ExpertsMonolithic", "TrtLlmMxfp4ExpertsModular"}),
-        "aiter": frozenset({"AiterMxfp4Experts", "AiterW4A16ExpertsMonolithic", "AiterW4A4ExpertsMonolithic"}),
-        "emulation": frozenset({"OCP_MXQuantizationEmulationTritonExperts"}),
-    },
-    Family.MXFP8: {
-        "interpreter": frozenset({"Mxfp8NativeTritonExperts"}),
-        "triton": frozenset({"Mxfp8NativeTritonExperts"}),
-        "marlin": _MARLIN,
-        "humming": _HUMMING,
-        "humming-a8": _HUMMING,
-        "deep-gemm": frozenset({"DeepGemmExperts"}),
-        "flashinfer-trtllm": frozenset({"TrtLlmFp8ExpertsMonolithic", "TrtLlmFp8ExpertsModular"}),
-        "aiter": frozenset({"AiterMxfp8Experts"}),
-    },
-}
-_CT_MXFP4 = frozenset({"MarlinExperts", "CutlassExpertsMxfp4"})
 
 _TRITON = ("interpreter", "triton")
 _EMULATES_NVFP4 = (*_TRITON, "emulation")
@@ -96,11 +21,6 @@ _MXFP4_ON_HOPPER = (*_TRITON, "triton-unfused", "flashinfer-cutlass")
 _BLACKWELL_NVFP4 = ("cutlass", "flashinfer-cutlass", "flashinfer-trtllm", "flashinfer-cutedsl")
 
 When = Callable[[MoECase, str], bool]
-
-
-def _ct_mxfp4(case: MoECase) -> bool:
-    """CompressedTensorsW4A4Mxfp4MoEMethod looks at the device only: Marlin, or CUTLASS on SM100, whatever backend was asked for."""
-    return case.checkpoint is CheckpointFormat.COMPRESSED_TENSORS and family(case) is Family.MXFP4
 
 
 def _blackwell() -> bool:
@@ -115,7 +35,10 @@ def _asymmetric_ct(case: MoECase, *weights: Format) -> bool:
     return case.checkpoint is CheckpointFormat.COMPRESSED_TENSORS and case.weight in weights
 
 
-_INTERPRETED = "'Tensor' object has no attribute 'untyped_storage'"  # the layer loads; its first forward raises
+# the layer loads; its first forward raises
+_INTERPRETED = "'Tensor' object has no attribute 'untyped_storage'"
+_UNSAID = r"^AssertionError: ?$"
+_NO_KERNEL = "Invalid thread config"
 
 # when it applies, vLLM's words, the reason, whether vLLM gives a reason itself (or this lane, of its own limits)
 _LINES: tuple[tuple[When, str, str, bool], ...] = (
@@ -132,25 +55,25 @@ _LINES: tuple[tuple[When, str, str, bool], ...] = (
         True,
     ),
     (
-        lambda c, lane: _ct_mxfp4(c) and not c.activation.gated,
+        lambda c, lane: ct_mxfp4(c) and not c.activation.gated,
         "AssertionError|shape '.*' is invalid for input of size",
         "Marlin's and CUTLASS's preparation of compressed-tensors MXFP4 is written for gated layers",
         False,
     ),
     (
-        lambda c, lane: _ct_mxfp4(c) and lane == "interpreter",
+        lambda c, lane: ct_mxfp4(c) and lane == "interpreter",
         "gptq_marlin_repack has no CPU implementation",
         "compressed-tensors MXFP4 runs on Marlin whatever is asked for, and Marlin has no CPU stand-in",
         True,
     ),
     (
-        lambda c, lane: not _ct_mxfp4(c) and lane not in CLASSES[family(c)],
+        lambda c, lane: not ct_mxfp4(c) and lane not in CLASSES[family(c)],
         "moe_backend='.*' is not supported for (WNA16|W4A8|NvF[Pp]4|MXFP4|MXFP8) MoE",
         "the family's oracle has no such backend",
         True,
     ),
     (
-        lambda c, lane: lane in _MXFP4_ON_HOPPER and family(c) is Family.MXFP4 and not _ct_mxfp4(c) and 0 < compute_capability() < 90,
+        lambda c, lane: lane in _MXFP4_ON_HOPPER and family(c) is Family.MXFP4 and not ct_mxfp4(c) and 0 < compute_capability() < 90,
         "does not support current device",
         "triton_kernels' and FlashInfer's MXFP4 kernels begin with sm90",
         True,
@@ -182,7 +105,7 @@ _LINES: tuple[tuple[When, str, str, bool], ...] = (
         True,
     ),
     (
-        lambda c, lane: lane in _TRITON and family(c) is Family.MXFP4 and not _ct_mxfp4(c) and c.activation is not Activation.SWIGLUOAI,
+        lambda c, lane: lane in _TRITON and family(c) is Family.MXFP4 and not ct_mxfp4(c) and c.activation is not Activation.SWIGLUOAI,
         "does not support (MoEActivation|no act_and_mul|activation)",
         "triton_kernels' fused experts know swigluoai only",
         True,
@@ -208,7 +131,7 @@ _LINES: tuple[tuple[When, str, str, bool], ...] = (
     ),
     (lambda c, lane: lane == "emulation" and _channel(c), "AssertionError", "the emulation has group scales only", False),
     (
-        lambda c, lane: lane == "emulation" and family(c) is Family.MXFP4 and not _ct_mxfp4(c),
+        lambda c, lane: lane == "emulation" and family(c) is Family.MXFP4 and not ct_mxfp4(c),
         "requires amd-quark package",
         "the emulation of MXFP4 needs amd-quark",
         True,
@@ -227,6 +150,19 @@ _LINES: tuple[tuple[When, str, str, bool], ...] = (
         True,
     ),
     (lambda c, lane: lane.startswith("humming") and _channel(c), "AssertionError", "only Marlin takes channel scales", False),
+    (lambda c, lane: lane.startswith("humming") and c.router_weight_on_input, _UNSAID, "Humming does not weight its input", False),
+    (
+        lambda c, lane: lane == "marlin" and family(c) is Family.NVFP4 and c.hidden % 64 != 0,
+        "unsupported by Marlin tiles",
+        "Marlin's tiles need H % 64 == 0; only I is padded",
+        False,
+    ),
+    (
+        lambda c, lane: lane == "marlin" and family(c) in (Family.MXFP4, Family.MXFP8) and c.dtype is Format.FP16,
+        _NO_KERNEL,
+        "Marlin has microscaled kernels for bf16 only",
+        False,
+    ),
     (
         lambda c, lane: lane == "marlin" and family(c) is Family.WNA16 and not _marlin_fits(c),
         "Marlin not supported for this layer|MoeWNA16 checkpoint layout is not supported",
@@ -240,13 +176,13 @@ _LINES: tuple[tuple[When, str, str, bool], ...] = (
         True,
     ),
     (
-        lambda c, lane: lane == "triton-unfused" and family(c) is Family.MXFP4 and not _ct_mxfp4(c) and not c.activation.gated,
+        lambda c, lane: lane == "triton-unfused" and family(c) is Family.MXFP4 and not ct_mxfp4(c) and not c.activation.gated,
         "no act_and_mul",
         "triton_kernels' experts are gated",
         True,
     ),
     (
-        lambda c, lane: lane == "aiter" and family(c) in (Family.MXFP4, Family.MXFP8) and not _ct_mxfp4(c),
+        lambda c, lane: lane == "aiter" and family(c) in (Family.MXFP4, Family.MXFP8) and not ct_mxfp4(c),
         "does not support current device",
         "AITER is for ROCm",
         True,
@@ -265,7 +201,7 @@ _LINES: tuple[tuple[When, str, str, bool], ...] = (
         True,
     ),
     (
-        lambda c, lane: lane == "flashinfer-cutlass" and family(c) is Family.MXFP4 and not _ct_mxfp4(c) and compute_capability() >= 100,
+        lambda c, lane: lane == "flashinfer-cutlass" and family(c) is Family.MXFP4 and not ct_mxfp4(c) and compute_capability() >= 100,
         "does not support quantization scheme",
         "FlashInfer's CUTLASS kernels meet MXFP4 weights with 16-bit activations on sm90 only",
         True,
@@ -291,25 +227,25 @@ _LINES: tuple[tuple[When, str, str, bool], ...] = (
         True,
     ),
     (
-        lambda c, lane: lane == "flashinfer-trtllm" and family(c) is Family.MXFP4 and not _ct_mxfp4(c) and not c.activation.gated,
+        lambda c, lane: lane == "flashinfer-trtllm" and family(c) is Family.MXFP4 and not ct_mxfp4(c) and not c.activation.gated,
         "does not support (no act_and_mul|current device)",
         "FlashInfer's TRT-LLM MXFP4 experts are gated",
         True,
     ),
     (
-        lambda c, lane: lane == "flashinfer-trtllm" and family(c) is Family.MXFP4 and not _ct_mxfp4(c) and not c.bias,
+        lambda c, lane: lane == "flashinfer-trtllm" and family(c) is Family.MXFP4 and not ct_mxfp4(c) and not c.bias,
         "AssertionError|does not support",
         "making TRT-LLM's MXFP4 layout takes biases for granted",
         False,
     ),
     (
-        lambda c, lane: lane == "deep-gemm" and family(c) is Family.MXFP4 and c.act_scale is not ActScale.NONE and not _ct_mxfp4(c),
+        lambda c, lane: lane == "deep-gemm" and family(c) is Family.MXFP4 and c.act_scale is not ActScale.NONE and not ct_mxfp4(c),
         "does not support (activation=|the deployment)",
         "DeepGEMM's MXFP4 experts do not quantize activations to it",
         True,
     ),
     (
-        lambda c, lane: lane == "deep-gemm" and family(c) is Family.MXFP4 and c.activation is not Activation.SILU and not _ct_mxfp4(c),
+        lambda c, lane: lane == "deep-gemm" and family(c) is Family.MXFP4 and c.activation is not Activation.SILU and not ct_mxfp4(c),
         "does not support (MoEActivation|no act_and_mul|current device)",
         "DeepGEMM's MXFP4 experts know silu",
         True,
@@ -345,7 +281,7 @@ _LINES: tuple[tuple[When, str, str, bool], ...] = (
         True,
     ),
     (
-        lambda c, lane: lane == "deep-gemm" and family(c) in (Family.MXFP4, Family.MXFP8) and not _ct_mxfp4(c) and not _blackwell(),
+        lambda c, lane: lane == "deep-gemm" and family(c) in (Family.MXFP4, Family.MXFP8) and not ct_mxfp4(c) and not _blackwell(),
         "does not support|No supported",
         "DeepGEMM's microscaled kernels are for SM100",
         True,
@@ -358,7 +294,7 @@ def _uint4_of_32(case: MoECase) -> bool:
 
 
 def _stored_mxfp4(case: MoECase) -> bool:
-    return family(case) is Family.MXFP4 and case.origin is Origin.PREQUANTIZED and not _ct_mxfp4(case)
+    return family(case) is Family.MXFP4 and case.origin is Origin.PREQUANTIZED and not ct_mxfp4(case)
 
 
 def _marlin_fits(case: MoECase) -> bool:
@@ -375,16 +311,10 @@ def refusal(case: MoECase, lane: str) -> Refusal | None:
     """The declared refusal of a packed case at the layer, None where the lane claims it."""
     for applies, says, reason, reasoned in _LINES:
         if applies(case, lane):
-            return Refusal(reason=reason, says=says, applies=_at_layer, reasoned=reasoned, at_run=says == _INTERPRETED)
+            at_run = says in (_INTERPRETED, _UNSAID, _NO_KERNEL)
+            return Refusal(reason=reason, says=says, applies=_at_layer, reasoned=reasoned, at_run=at_run)
     return None
 
 
 def _at_layer(case: MoECase, entry: Entry) -> bool:
     return entry is Entry.LAYER and is_packed(case)
-
-
-def experts(case: MoECase, lane: str) -> frozenset[str]:
-    """Class names of which one must run a packed case."""
-    if _ct_mxfp4(case) and lane in ("marlin", "cutlass"):
-        return _CT_MXFP4
-    return CLASSES[family(case)].get(lane, frozenset({"none"}))
