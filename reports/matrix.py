@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.verdict import UNREASONED, Outcome
-from reports.records import Record, Status
+from reports.records import KINDS, Record, Status
 
 FILE = "matrix.json"
 FIELDS = ("activation", "origin", "checkpoint", "weight", "weight_scale", "act_scale")  # of a case, which a row is made of
@@ -27,7 +27,7 @@ _NOBODYS = "fused_experts"  # class of a layer whose method calls the legacy fun
 _LONG = 220  # characters of a reason that are shown
 _LEGEND = """ran: compared, and passed; loads: chosen, loaded and converted, nothing ran; loads*: as far as an operator that needs the GPU
 no: refused as declared, in vLLM's words; no!: refused without a reason; fault: failed as the ledger says; NEW: anything else
-numbers are of pairs, brackets say why"""
+numbers are of what was asked, brackets say why"""
 
 
 class State(StrEnum):
@@ -53,6 +53,7 @@ class Cell:
     origin: str
     backend: str
     architecture: str
+    kind: str  # of its records: pairs, or what else was asked of them
     states: dict[State, int]
     reasons: tuple[str, ...] = ()  # vLLM's words, the ledger's entry or what is new; most frequent first
     classes: tuple[str, ...] = ()  # experts that ran, or were chosen
@@ -110,15 +111,14 @@ def _reason(record: Record) -> str:
 
 
 def cells(records: Iterable[Record]) -> tuple[Cell, ...]:
-    """One for each way, backend and architecture that any record speaks of. Exact relations and questions about loading are left out."""
-    groups: dict[tuple[str, str, str, str], list[Record]] = defaultdict(list)
+    """One for each way, backend, architecture and kind that any record speaks of."""
+    groups: dict[tuple[str, str, str, str, str], list[Record]] = defaultdict(list)
     for record in records:
-        if record.relation in ("", LOAD):
-            groups[way(record), str(record.fields["origin"]), record.backend, architecture(record)].append(record)
+        groups[way(record), str(record.fields["origin"]), record.backend, architecture(record), record.kind].append(record)
     return tuple(_cell(key, group) for key, group in groups.items())
 
 
-def _cell(key: tuple[str, str, str, str], group: Sequence[Record]) -> Cell:
+def _cell(key: tuple[str, str, str, str, str], group: Sequence[Record]) -> Cell:
     counts = Counter(state(record) for record in group)
     reasons = Counter(reason for record in group if (reason := _reason(record)))
     ran = Counter(str(name) for record in group if (name := record.ran.get("experts_class")))
@@ -127,6 +127,7 @@ def _cell(key: tuple[str, str, str, str], group: Sequence[Record]) -> Cell:
         origin=key[1],
         backend=key[2],
         architecture=key[3],
+        kind=key[4],
         states={each: counts[each] for each in State if each in counts},
         reasons=tuple(reason for reason, _ in reasons.most_common()),
         classes=tuple(name for name, _ in ran.most_common()),
@@ -142,22 +143,24 @@ def write(directory: Path, found: Sequence[Cell]) -> Path:
 
 
 def render(found: Sequence[Cell], *, width: int = 160, color: bool = False) -> str:
-    """A table for each architecture, ways down and backends across, and below it the reasons by number."""
+    """A table for each architecture and kind of record, ways down and backends across, and below it the reasons by number."""
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=color, color_system="standard" if color else None, highlight=False)
     for name in dict.fromkeys(cell.architecture for cell in found):
-        _draw(console, name, [cell for cell in found if cell.architecture == name])
+        for kind in KINDS:
+            if mine := [cell for cell in found if (cell.architecture, cell.kind) == (name, kind)]:
+                _draw(console, f"{name}: format × origin × backend, {kind}s", mine)
     return out.getvalue().rstrip()
 
 
-def _draw(console: Console, name: str, found: Sequence[Cell]) -> None:
+def _draw(console: Console, title: str, found: Sequence[Cell]) -> None:
     numbers: dict[str, int] = {}
     at = {(cell.way, cell.backend): cell for cell in found}
     backends = list(dict.fromkeys(cell.backend for cell in found))
     refused = {cell.backend for cell in found if cell.worst in _REFUSED and any(cell.reasons)}
     never = [each for each in backends if each in refused and all(_not_its_own(cell) for cell in found if cell.backend == each)]
     shown = [backend for backend in backends if backend not in never]
-    table = Table(title=f"{name}: format × origin × backend", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("weights x activations, checkpoint", no_wrap=True)
     for backend in shown:
         table.add_column(backend.replace("-", " "))

@@ -198,6 +198,26 @@ def read_worker(path: Path) -> WorkerStory:
     return WorkerStory(records=records, died_at=died(start, stage) if start else None, open_seconds=open_seconds)
 
 
+def read_run(directory: Path) -> list[Record]:
+    """Every record of a run, from the merged file, or from its workers' where the run ended before it merged them.
+
+    Raises:
+        FileNotFoundError: neither is there.
+        RecordsUnreadable: with file and line.
+    """
+    if (directory / MERGED).exists() or not (files := worker_files(directory)):
+        return read(directory / MERGED)
+    stories = [read_worker(path) for path in files]
+    return [record for story in stories for record in (*story.records, *([story.died_at] if story.died_at else []))]
+
+
+def runs_below(directory: Path) -> list[Path]:
+    """``directory`` itself where it is a run's, else the runs somewhere below it, by name: a name begins with the time of its run."""
+    if (directory / MERGED).exists() or worker_files(directory):
+        return [directory]
+    return sorted({path.parent for pattern in (MERGED, "worker-*.jsonl") for path in directory.rglob(pattern)}, key=lambda path: path.name)
+
+
 def worker_file(directory: Path, worker: str) -> Path:
     """Where a worker writes."""
     return directory / f"worker-{worker}.jsonl"

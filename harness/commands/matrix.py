@@ -1,6 +1,7 @@
 """Format × origin × backend: what ran, what vLLM refused and with which reason, what failed. Printed, and kept with the records.
 
-With the directories of earlier runs it is made of their records. Without, one case for each way of quantizing is chosen, loaded and
+With the directories of earlier runs, or one that holds them, it is made of their records; of what was recorded twice, the last named
+counts. Without, one case for each way of quantizing is chosen, loaded and
 converted on every backend, on a CPU that answers as the GPU architecture named, each architecture in a process of its own.
 """
 
@@ -23,7 +24,7 @@ from harness.environment import child_environ
 from harness.exits import Exit, Misuse
 from harness.preflight import check
 from harness.suite.options import made, parse_backend, parse_records
-from reports.records import MERGED, Record, RecordsUnreadable, Status, merge, read, write
+from reports.records import MERGED, Record, RecordsUnreadable, Status, merge, read, read_run, runs_below, write
 
 EVERY = "all"
 DEFAULT = "sm90"
@@ -33,13 +34,15 @@ def main(arguments: Namespace) -> int:
     """Exit 0 when every cell is as declared and as the ledger says, 1 otherwise. Raises Misuse or LedgerError."""
     from reports import matrix
 
-    directory = made(parse_records(arguments.records)) / f"{datetime.now():%Y%m%d-%H%M%S}-matrix-{os.getpid()}"
+    directory = parse_records(arguments.records) / f"{datetime.now():%Y%m%d-%H%M%S}-matrix-{os.getpid()}"
+    backends = [parse_backend(name) for name in arguments.backend]
+    if arguments.runs and arguments.architecture:
+        raise Misuse("--architecture is loaded for where no RUN is named; records of runs say where they ran")
     if arguments.runs:
-        records = [record for run in arguments.runs for record in _recorded(Path(run))]
+        records = recorded(arguments.runs, backends)
         write(made(directory) / MERGED, records)
     else:
         ledger.load(ledger.LEDGER)
-        backends = [parse_backend(name) for name in arguments.backend]
         if Backend.INTERPRETER in backends:
             raise Misuse("the interpreter lane loads what the triton lane does: say --backend triton")
         chosen = architectures(arguments.architecture or [DEFAULT])
@@ -77,20 +80,34 @@ def load(directory: Path, chosen: tuple[Architecture, ...], backends: list[Backe
     return merge(directory)
 
 
+def recorded(names: list[str], backends: list[Backend]) -> list[Record]:
+    """Records of runs, of directories of runs, or of files of records; of these backends, where any are named. Of what was recorded on
+    one architecture more than once the last counts. Raises Misuse."""
+    from reports.matrix import architecture
+
+    runs = [run for name in names for run in (runs_below(Path(name)) if Path(name).is_dir() else [Path(name)])]
+    records = [record for run in runs for record in _recorded(run)]
+    if not records:
+        raise Misuse(f"{', '.join(names)} holds no records; name the directory of a run that compared something")
+    of_these = [record for record in records if not backends or record.backend in backends]
+    if not of_these:
+        there = ", ".join(sorted({record.backend for record in records}))
+        raise Misuse(f"no record is of {', '.join(backends)}; these runs are of {there}")
+    return list({(record.backend, architecture(record), record.pair): record for record in of_these}.values())
+
+
 def _recorded(run: Path) -> list[Record]:
-    path = run / MERGED if run.is_dir() else run
     try:
-        records = read(path)
-        for line, record in enumerate(records, 1):
-            _check(record, f"{path}:{line}")
+        path = run / MERGED if (run / MERGED).exists() else run
+        records = read_run(run) if run.is_dir() else read(run)
+        for number, record in enumerate(records, 1):
+            _check(record, f"{path}:{number}")
     except OSError as error:
         raise Misuse(
-            f"{path} cannot be read ({error.strerror}); name the directory of a run, as the last line of `moediff run` does"
+            f"{run} cannot be read ({error.strerror}); name the directory of a run, as the last line of `moediff run` does"
         ) from None
     except RecordsUnreadable as error:
         raise Misuse(f"{error}; name the directory of a run of this version") from None
-    if not records:
-        raise Misuse(f"{path} holds no records; name the directory of a run that compared something")
     return records
 
 

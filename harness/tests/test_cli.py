@@ -23,7 +23,7 @@ from harness.gpus import default_backend, visible_gpus
 from harness.pairs import relate, select
 from harness.subject.interpreter import libcuda
 from harness.verdict import Outcome, Verdict
-from reports.records import Record, Start, Status
+from reports.records import Record, Recorder, Start, Status, write
 
 FIRST = select(Level.SMOKE)[0]
 ROOT = Path(__file__).parent.parent.parent
@@ -184,8 +184,25 @@ def test_a_matrix_of_what_are_no_records_names_file_and_line(
     assert main(["matrix", str(tmp_path), "--records", str(tmp_path / "out")]) == Exit.MISUSE
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.startswith(f"moediff: {tmp_path / 'records.jsonl'}{says}")
+    assert printed.err.startswith(f"moediff: {tmp_path if content == b'' else tmp_path / 'records.jsonl'}{says}")
     assert printed.err.count("\n") == 1
+
+
+def test_a_matrix_of_several_runs_counts_what_was_recorded_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = replace(RECORD, backend="triton")
+    again = replace(first, status=Status.NEW, news="it failed")
+    half = Recorder(tmp_path / "3", "gw0")  # a run that ended before its workers' records were merged
+    write(tmp_path / "1" / "records.jsonl", [again])
+    write(tmp_path / "2" / "records.jsonl", [first])
+    half.finished(replace(first, backend="marlin"))
+    half.close()
+    out = ["--records", str(tmp_path.parent / "out")]
+    assert main(["matrix", str(tmp_path), *out]) == Exit.AS_THE_LEDGER_SAYS
+    assert re.search(r"\bran +ran\b", capsys.readouterr().out)
+    assert main(["matrix", str(tmp_path / "2"), str(tmp_path / "1"), *out]) == Exit.NEWS
+    assert main(["matrix", str(tmp_path), "--backend", "humming", *out]) == Exit.MISUSE
+    assert "no record is of humming; these runs are of marlin, triton" in capsys.readouterr().err
+    assert main(["matrix", str(tmp_path), "--architecture", "sm90"]) == Exit.MISUSE
 
 
 def test_a_malformed_ledger_is_named_by_file_and_line(

@@ -88,8 +88,16 @@ def test_formats_origins_backends_and_architectures_are_apart() -> None:
     }
 
 
-def test_relations_and_questions_are_not_counted() -> None:
-    assert cells([replace(RAN, relation="W2_SCALE_TWICE"), replace(RAN, relation="loaded")]) == ()
+def test_relations_and_questions_have_tables_of_their_own() -> None:
+    relation, question = replace(RAN, relation="down_scale", kind="exact relation"), replace(RAN, relation="loaded", kind="loading check")
+    assert [(cell.kind, cell.states) for cell in cells([RAN, relation, relation, question])] == [
+        ("pair", {State.RAN: 1}),
+        ("exact relation", {State.RAN: 2}),
+        ("loading check", {State.RAN: 1}),
+    ]
+    text = render(cells([relation]))
+    assert "cpu: format × origin × backend, exact relations" in text
+    assert "backend, pairs" not in text
 
 
 def test_reasons_are_numbered_once_and_shortened() -> None:
