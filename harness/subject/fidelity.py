@@ -77,6 +77,8 @@ def _allowed(operator: str, arguments: tuple[object, ...]) -> tuple[Interval, ..
         slots = torch.arange(top_k.shape[1]) * len(logits) + torch.arange(len(logits))[:, None]
         weights = router_weights(routing.topk_weights, logits.shape[1], False)
         return weights, exactly(routing.topk_ids.double()), exactly(slots.double())
+    if operator == calls.MASKED:
+        return (_masked(arguments),)
     if operator not in (*GATED, calls.FUSED, calls.CLAMPED, calls.SWIGLUOAI, calls.SITU):
         return None
     x = arguments[1]
@@ -102,6 +104,33 @@ def _allowed(operator: str, arguments: tuple[object, ...]) -> tuple[Interval, ..
     layout = Layout.GROUP128 if arguments[3] == 128 else Layout.GROUP64
     how = ActQuant(format=Format.E4M3FN, layout=layout, dynamic=True, scale_floor=1.0 / (448.0 * 512.0), quotient=Quotient.DIVIDE)
     return quantize(store(times(store(act, Format.FP32), up), Format.FP32), how, None)
+
+
+def _masked(arguments: tuple[object, ...]) -> Interval:
+    """What the operator for whole tensors may give on the rows that are counted; the others stay as they are."""
+    out, x, counts, activation = arguments[:4]
+    limit, alpha, beta, soft, linear = map(float, arguments[4:9])  # type: ignore[arg-type]
+    assert isinstance(out, torch.Tensor)
+    assert isinstance(x, torch.Tensor)
+    assert isinstance(counts, torch.Tensor)
+    stored = FORMATS[x.dtype]
+    parameters: dict[str, tuple[str, tuple[float, ...]]] = {
+        "silu_with_clamp": (calls.CLAMPED, (limit, alpha, beta)),
+        "swigluoai_uninterleave": (calls.CLAMPED, (limit, alpha, beta)),
+        "swigluoai": (calls.SWIGLUOAI, ()),
+        "situ": (calls.SITU, (soft, linear)),
+    }
+    if str(activation).endswith("_no_mul"):
+        allowed = store(activation_interval(Activation(str(activation)), exactly(x.double())), stored)
+    elif activation == "swiglustep":
+        gate, up = (exactly(half.double()) for half in x.chunk(2, -1))
+        allowed = store(gated_interval(Activation.SWIGLUSTEP, Swiglu(limit=limit), gate, up, None), stored)
+    else:
+        whole, numbers = parameters.get(str(activation), (f"_C::{activation}_and_mul", ()))
+        (allowed,) = _allowed(whole, (out, x, *numbers)) or ()
+    read = (torch.arange(x.shape[1]) < counts[:, None])[..., None]
+    kept = out.double()
+    return Interval(torch.where(read, allowed.low, kept), torch.where(read, allowed.high, kept))
 
 
 def _inside(allowed: Interval, values: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,12 @@ FUSED = "_C::silu_and_mul_per_block_quant"
 CLAMPED = "_C::silu_and_mul_with_clamp"
 SWIGLUOAI = "_C::swigluoai_and_mul"
 SITU = "_C::situ_and_mul"
+MASKED = "_C::masked_moe_activation"
+_MASKED_PARAMETERS = {"swigluoai": (7.0, 1.702, 0.0, 1.0, -1.0)}  # what vLLM passes; the others are told apart by these
+_MASKED_ACTIVATIONS = (
+    *("silu", "gelu", "gelu_tanh", "silu_with_clamp", "swigluoai_uninterleave", "swigluoai", "situ", "swiglustep"),
+    *("silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul", "relu2_no_mul"),
+)
 _SPECIAL = (0.0, -0.0, 1e-30, -1e-30, 5.96e-8, 6.1e-5, 0.5, -0.5, 1.5, 2.5, -2.5, 126.5, 127.5, 448.0, 464.0, 480.0, -480.0, 65504.0)
 _ENDLESS = (float("nan"), 1.0, -2.5, float("inf"), 0.0, -float("inf"), 3e-5)
 _ENDLESS_ROWS = ((1.0, float("nan"), -3.0), (float("nan"),), (float("inf"), 1.0, -2.0), (-float("inf"), 0.5), _ENDLESS)
@@ -54,6 +60,7 @@ def compiled() -> Iterator[Call]:
     """vLLM's own operators."""
     for data, x in _inputs(256):
         yield from _activations(data, x)
+        yield from _masked(data, x)
         yield from _quantizers(data, x)
         yield from _sums(data, x)
     yield from _softmax()
@@ -70,6 +77,18 @@ def _activations(data: str, x: torch.Tensor) -> Iterator[Call]:
     yield Call(SWIGLUOAI, data, (half.clone(), x, 1.702, 7.0), (0,))
     for beta, linear in ((1.0, -1.0), (2.5, 7.0)):
         yield Call(SITU, f"{data} {beta} {linear}", (half.clone(), x, beta, linear), (0,))
+
+
+def _masked(data: str, x: torch.Tensor) -> Iterator[Call]:
+    """Experts of none, some, all and more than all of their rows."""
+    rows = x[:5].repeat(4, 1).reshape(4, 5, -1)
+    counts = torch.tensor([0, 2, 5, 9], dtype=torch.int32)
+    for activation in _MASKED_ACTIVATIONS:
+        if "silu_no_mul" in activation and not bool(x.isfinite().all()):
+            continue  # silu(-inf) is NaN in the kernel, and 0 to the reference
+        out = torch.zeros(4, 5, x.shape[1] if activation.endswith("_no_mul") else x.shape[1] // 2, dtype=x.dtype)
+        parameters = _MASKED_PARAMETERS.get(activation, (0.75, 1.25, 0.5, 2.5, 7.0))
+        yield Call(MASKED, f"{data} {activation}", (out, rows.clone(), counts, activation, *parameters), (0,))
 
 
 def _quantizers(data: str, x: torch.Tensor) -> Iterator[Call]:
