@@ -27,6 +27,7 @@ from references.vocabulary import Format, Layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import ModuleType
 
     from cases.batch import Batch
     from cases.case import MoECase
@@ -88,6 +89,7 @@ def load(case: MoECase, checkpoint: Checkpoint, device: str) -> Loaded:
     )
     stacked = {name: tensor.to(device) for name, tensor in stack(case, checkpoint.tensors).items()}
     experts = surface["BatchedTritonExperts"]
+    _know_capture(importlib.import_module(experts.__module__))
     capacity = case.tokens + (0 if case.routing is Routing.SINGLE else _SPARE)
     try:
         with vllm_compat.current_config(config):
@@ -155,6 +157,12 @@ def _function(call: _Kernel) -> Callable[[torch.Tensor, torch.Tensor, torch.Tens
         )
 
     return function
+
+
+def _know_capture(module: ModuleType) -> None:
+    """vLLM asks ``torch.Stream.is_capturing``, which a torch older than the one it requires lacks: there, ask torch.cuda the same."""
+    if hasattr(module, "_is_capturing_or_compiling") and not hasattr(torch.Stream, "is_capturing") and torch.cuda.is_available():
+        module._is_capturing_or_compiling = lambda: torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()
 
 
 def _spoilt(prepare: Callable[..., Any]) -> Callable[..., Any]:
