@@ -86,11 +86,11 @@ def asked(backend: Backend, level: Level) -> list[Pair]:
 
 
 def write(backend: Backend, file: Path, level: Level, part: Part) -> None:
-    """Run a part of the level's pairs on the lane of this process, and keep what came out."""
+    """Run a part of the level's pairs on the lane of this process, and keep what came out beside what the file holds."""
     os.environ.update(worker_environment(backend, f"gw{part.number}", visible_gpus(), part.parts))
     subject = open_subject(VLLM, backend)
-    found: Outputs = {}
-    pairs = part.of(asked(backend, level))
+    found = read([file])[backend] if file.exists() else {}
+    pairs = [pair for pair in part.of(asked(backend, level)) if pair.id not in found]
     for number, (case, entry) in enumerate(pairs, 1):
         try:
             output: torch.Tensor | str = subject.run(subject.load(case, entry, make_checkpoint(case)), make_batch(case)).output

@@ -14,9 +14,11 @@ import importlib
 import importlib.util
 import itertools
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
@@ -39,7 +41,7 @@ GATED = {
     "_C::gelu_and_mul": Activation.GELU,
     "_C::gelu_tanh_and_mul": Activation.GELU_TANH,
 }
-PROCESSES = {"vllm": 1, "humming": 3}  # Humming compiles a kernel for every width
+PROCESSES = {"vllm": 1, "humming": 2}  # Humming compiles a kernel for every width
 MODULES = {"vllm": ("vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch"), "humming": ("humming.ops",)}  # register the operators
 _CHILD = "from harness.subject.fidelity import child; child({!r}, {}, {}, {})"
 
@@ -238,37 +240,44 @@ def child(group: str, part: int, parts: int, start: int) -> None:
             return
 
 
-def _all_of(group: str, part: int, parts: int) -> list[Fidelity]:
-    """Raises RuntimeError when a process ends without the comparison it was at."""
-    found: list[Fidelity] = []
-    while not found or found[-1].lost:
-        ran = subprocess.run(
-            [sys.executable, "-c", _CHILD.format(group, part, parts, len(found))], capture_output=True, text=True, check=False
-        )
-        told = [Fidelity(**json.loads(line)) for line in ran.stdout.splitlines() if line.startswith("{")]
-        found += told
-        if ran.returncode and not (told and told[-1].lost):  # a lost context may also end the interpreter with an error
-            raise RuntimeError(f"comparing {group} ended with exit code {ran.returncode}: {ran.stderr.strip()[-500:]}")
-        if not told:
-            break
-    return found
+def _all_of(group: str, part: int, parts: int, found: Callable[[Fidelity], None]) -> None:
+    """Tells each comparison as it is made. Raises RuntimeError when a process ends without the comparison it was at."""
+    start, lost = 0, True
+    while lost:
+        command = [sys.executable, "-c", _CHILD.format(group, part, parts, start)]
+        with tempfile.TemporaryFile("w+") as errors, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+            assert process.stdout is not None
+            lost = False
+            for line in process.stdout:
+                if line.startswith("{"):
+                    told = Fidelity(**json.loads(line))
+                    start, lost = start + 1, told.lost
+                    found(told)
+            if process.wait() and not lost:  # a lost context may also end the interpreter with an error
+                errors.seek(0)
+                raise RuntimeError(f"comparing {group} ended with exit code {process.returncode}: {errors.read().strip()[-500:]}")
 
 
-def measure() -> Iterator[Fidelity]:
+def measure(found: Callable[[Fidelity], None]) -> None:
     """Every operator over every data set, of what is installed."""
     groups = [group for group, (module, *_) in MODULES.items() if importlib.util.find_spec(module.partition(".")[0]) is not None]
     jobs = [(group, part, PROCESSES[group]) for group in groups for part in range(PROCESSES[group])]
     with ThreadPoolExecutor(len(jobs) or 1) as processes:
-        for found in processes.map(lambda job: _all_of(*job), jobs):
-            yield from found
+        for done in [processes.submit(_all_of, *job, found) for job in jobs]:
+            done.result()
 
 
 def main() -> int:
-    """Print what differs and write one JSON line per comparison to the file named by the first argument, if any."""
-    results = list(measure())
-    if len(sys.argv) > 1:
-        with open(sys.argv[1], "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(asdict(r)) + "\n" for r in results)
+    """Print what differs and write one JSON line per comparison, as it is made, to the file named by the first argument, if any."""
+    results: list[Fidelity] = []
+    with open(sys.argv[1] if len(sys.argv) > 1 else os.devnull, "w", encoding="utf-8") as file:
+
+        def found(result: Fidelity) -> None:
+            results.append(result)
+            file.write(json.dumps(asdict(result)) + "\n")
+            file.flush()
+
+        measure(found)
     for result in results:
         if result.differing or result.error:
             verdict = "allowed" if result.as_declared else "NOT ALLOWED"

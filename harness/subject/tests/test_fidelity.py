@@ -114,12 +114,12 @@ def test_a_lost_context_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
         "    if lost: sys.exit(134)\n"
     )
     monkeypatch.setattr(fidelity, "_CHILD", story)
-    assert _all_of("g", 0, 1) == [
-        Fidelity(operator="g", data=str(number), error="CUDA error" * (number == 2), lost=number == 2) for number in range(5)
-    ]
+    found: list[Fidelity] = []
+    _all_of("g", 0, 1, found.append)
+    assert found == [Fidelity(operator="g", data=str(number), error="CUDA error" * (number == 2), lost=number == 2) for number in range(5)]
     monkeypatch.setattr(fidelity, "_CHILD", "import sys; sys.exit('{} {} {} {}: no such operator')")
     with pytest.raises(RuntimeError, match="no such operator"):
-        _all_of("g", 0, 1)
+        _all_of("g", 0, 1, found.append)
 
 
 def test_calls_are_named_tuples_of_cpu_tensors() -> None:
