@@ -24,6 +24,7 @@ PACKAGES = (
     "nvidia-cutlass-dsl",
     "moediff",
 )
+WITHOUT_VLLM = ("torch", "numpy", "moediff")  # what a fake subject is made of
 
 
 def version(package: str) -> str | None:
@@ -69,9 +70,9 @@ def child_environ() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))}
 
 
-def environment() -> dict[str, str]:
+def environment(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
     """Versions, machine and commit, as strings; a package that is not installed is left out."""
-    versions = {package: found for package in PACKAGES if (found := version(package)) is not None}
+    versions = {package: found for package in packages if (found := version(package)) is not None}
     machine = {"python": platform.python_version(), "cpu": cpu(), "cores": str(cores()), "gpus": ", ".join(gpu_names())}
     lanes = {name: os.environ[name] for name in ("TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES") if name in os.environ}
     return {**versions, **machine, **lanes, "commit": commit()}

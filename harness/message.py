@@ -30,6 +30,7 @@ def message(verdict: Verdict, *, pair: str, backend: str, environment: Mapping[s
         lines.append(_line("known as", verdict.signature))
     lines += [_line("detail", text) for text in verdict.detail.strip().splitlines()]
     told = " · ".join(f"{name} {environment[name]}" for name in _ENVIRONMENT if environment.get(name))
+    told = told if environment.get("vllm") else " · ".join(filter(None, (environment.get("subject"), told)))
     lines += [_line("env", told)] if told else []
     return "\n".join([*lines, _line("again", again)])
 

@@ -12,7 +12,7 @@ from cases.case import Entry
 from harness import device_loss, ledger
 from harness.architectures import ARCHITECTURES
 from harness.device_checks import DeviceCheck
-from harness.environment import environment, version
+from harness.environment import PACKAGES, WITHOUT_VLLM, environment, version
 from harness.ledger import Judged, Ledger, Standing
 from harness.load_ledger import LOAD, judge_loading
 from harness.loading import Question
@@ -93,7 +93,8 @@ class Worker:
         self._subject, self._loader = Staged(subject, self._recorder), subject
         self._drive = Drive(self._subject)
         answers_as = {"architecture": self._options.architecture} if self._options.architecture else {}
-        self._environment = {**environment(), "subject": subject.name, **answers_as}
+        packages = PACKAGES if self._options.subject == subjects.VLLM else WITHOUT_VLLM
+        self._environment = {**environment(packages), "subject": subject.name, **answers_as}
 
     def run(self, pair: Pair, relation: Relation | Question | Bad | DeviceCheck | None = None) -> Record:
         """The record of the pair, or of one relation, question about loading or device check asked of it, written before it is returned."""

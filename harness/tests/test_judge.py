@@ -12,6 +12,7 @@ from cases.checkpoint import make_checkpoint
 from harness import judge
 from harness.backends import Backend
 from harness.compare import compare
+from harness.environment import WITHOUT_VLLM, environment
 from harness.expected import expected
 from harness.faults import Fault, applicable
 from harness.message import message
@@ -180,3 +181,10 @@ def test_a_refusal_without_a_reason_is_marked() -> None:
     assert (bare.outcome, bare.signature) == (Outcome.UNSUPPORTED, UNREASONED)
     assert (told.outcome, told.signature) == (Outcome.UNSUPPORTED, "")
     assert bare.claim == "refused without a reason: groups only"
+
+
+def test_what_a_fake_shows_is_not_said_of_vllm() -> None:
+    verdict = judge.raised(Outcome.LOAD_ERROR, "KeyError: 'weight_scale'")
+    fake = {"subject": "fake", **environment(WITHOUT_VLLM)}
+    assert not {"vllm", "triton"} & set(fake)
+    assert "  env      fake · torch " in message(verdict, pair="p", backend="interpreter", environment=fake, again="moediff run")
