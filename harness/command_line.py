@@ -12,7 +12,7 @@ from harness.backends import Backend
 from harness.bisect.commands import add_subcommands
 from harness.commands import bench, doctor, lanes, listing, matrix, run, show
 from harness.exits import Misuse
-from harness.suite.options import ARCHITECTURE_HELP, OUT
+from harness.suite.options import ARCHITECTURE_HELP, OUT, RESUME_HELP
 
 
 class Parser(argparse.ArgumentParser):
@@ -53,6 +53,7 @@ def parser() -> Parser:
     command.add_argument("--architecture", default=os.environ.get(VARIABLE), metavar="NAME", help=ARCHITECTURE_HELP)
     command.add_argument("--subject", default="vllm", help="vllm; or fake[:FAULT], the harness without vLLM")
     command.add_argument("--records", default=str(OUT), metavar="DIR", help=f"where records are written; default: {OUT}")
+    command.add_argument("--resume", metavar="RUN", help=RESUME_HELP)
     command.set_defaults(handler=run.main)
 
     command = commands.add_parser("list", help="print the ids of a level", description=listing.__doc__)

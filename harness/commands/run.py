@@ -27,6 +27,7 @@ def main(arguments: Namespace) -> int:
         records=arguments.records,
         expression=arguments.expression,
         architecture=arguments.architecture,
+        resume=arguments.resume,
     )
     ledger.load(ledger.LEDGER)
     workers, pairs = _workers(arguments.workers), len(asked.pairs())
@@ -36,6 +37,7 @@ def main(arguments: Namespace) -> int:
     options += [f"--case={case}" for case in asked.cases]
     options += [f"--entry={asked.entry}"] if asked.entry else []
     options += [f"--architecture={asked.architecture}"] if asked.architecture else []
+    options += [f"--resume={asked.resume}"] if asked.resume else []
     options += ["-k", arguments.expression] if arguments.expression else []
     # One worker at least, replaced as often as it dies: a crash takes neither this process nor the pairs after it.
     several = ["-n", workers, f"--maxprocesses={pairs}", f"--max-worker-restart={pairs}", "--dist=worksteal"]

@@ -78,6 +78,8 @@ class Ending:
         elif self._interrupted:
             session.exitstatus = Exit.INTERRUPTED
         elif self._records:
+            if options.resume is not None and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+                session.exitstatus = Exit.AS_THE_LEDGER_SAYS  # nothing was left to run
             self._stale = gather.stale(options)
             if session.exitstatus == Exit.AS_THE_LEDGER_SAYS and (self._stale or any(r.status is Status.NEW for r in self._records)):
                 session.exitstatus = Exit.NEWS

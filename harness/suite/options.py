@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import pytest
 
 OUT = Path("reports/out")
+RESUME_HELP = "the directory of an earlier run, which is continued there: what has a record is not run again"
 ARCHITECTURE_HELP = (
     f"answer as this GPU on a CPU: {', '.join(architectures.ARCHITECTURES)}; the interpreter lane runs, every other is chosen and loaded"
 )
@@ -38,6 +39,7 @@ class Options:
     subject: str  # "vllm", "fake" or "fake:FAULT"
     records: Path
     architecture: str = ""  # the GPU that the CPU answers as; empty: none was asked for
+    resume: Path | None = None  # the directory of a run that is continued
     whole: bool  # nothing but the level was asked for: then entries of the ledger that match no pair are told
 
     @property
@@ -95,6 +97,7 @@ class Options:
         expression: str,
         selected: bool = False,
         architecture: str | None = None,
+        resume: str | None = None,
     ) -> Options:
         """From what was typed; ``selected``: fewer tests were asked for in another way. Raises Misuse with a sentence for what is wrong."""
         named = tuple(dict.fromkeys(cases))
@@ -107,6 +110,7 @@ class Options:
             entry=None if entry is None else parse_entry(entry),
             subject=subjects.parse(subject),
             records=parse_records(records).absolute(),
+            resume=None if resume is None else parse_run(resume).absolute(),
             whole=not narrowed,
         )
         if not found.whole or subject != subjects.VLLM:
@@ -127,6 +131,7 @@ class Options:
             subject=config.getoption("subject"),
             records=config.getoption("records"),
             architecture=config.getoption("architecture"),
+            resume=config.getoption("resume"),
             expression=config.getoption("keyword"),
             selected=any("::" in argument for argument in config.args) or any(map(config.getoption, ("markexpr", "deselect"))),
         )
@@ -149,6 +154,13 @@ def parse_records(text: str) -> Path:
     return Path(text)
 
 
+def parse_run(text: str) -> Path:
+    """The directory of a run. Raises Misuse."""
+    if not list(Path(text).glob("worker-*.jsonl")):
+        raise Misuse(f"'{text}' holds no records of a run; --resume takes a directory that a run made below --records")
+    return Path(text)
+
+
 def made(records: Path) -> Path:
     """The directory for records, made if it is not there. Raises Misuse."""
     try:
@@ -167,4 +179,5 @@ def add_to(parser: pytest.Parser) -> None:
     group.addoption("--case", action="append", default=[], metavar="ID", help="this case instead of a level; may be repeated")
     group.addoption("--entry", default=None, help=f"only through this entry: {', '.join(Entry)}")
     group.addoption("--subject", default="vllm", help="vllm; or fake[:FAULT], the harness without vLLM, with one fault injected")
+    group.addoption("--resume", default=None, metavar="RUN", help=RESUME_HELP)
     group.addoption("--records", default=str(OUT), metavar="DIR", help=f"where records are written; default: {OUT}")

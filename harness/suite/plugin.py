@@ -22,10 +22,11 @@ from harness.gpus import cores, gpu_gib, visible_gpus, worker_count, worker_envi
 from harness.ledger import LedgerError
 from harness.preflight import check, require
 from harness.subject import SubjectUnavailable
-from harness.suite import gather
+from harness.suite import gather, order
 from harness.suite.options import Options, add_to, made
-from harness.suite.stash import DIRECTORY, OPTIONS, STOPPED, Stopped
+from harness.suite.stash import DIRECTORY, OPTIONS, RECORDED, STOPPED, Stopped
 from harness.suite.worker import Worker
+from reports.records import RecordsUnreadable
 
 pytest_plugins = ["harness.suite.ending"]
 
@@ -37,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Neighbours in the generator's order share kernels: each worker takes a stretch of it, so that most are compiled by one."""
+    """Neighbours share kernels: each worker takes a stretch of the tests, so that most are compiled by one."""
     if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
         config.option.dist = "worksteal"
 
@@ -52,8 +53,12 @@ def pytest_configure(config: pytest.Config) -> None:
     except LedgerError as error:
         pytest.exit(str(error), returncode=Exit.MISUSE)
     config.stash[OPTIONS] = options
-    given = getattr(config, "workerinput", {}).get("moediff_directory")
-    config.stash[DIRECTORY] = Path(given) if given else gather.new_directory(options)
+    given = getattr(config, "workerinput", {})
+    config.stash[DIRECTORY] = Path(given["moediff_directory"]) if given else gather.directory(options)
+    try:
+        config.stash[RECORDED] = frozenset(given["moediff_recorded"]) if given else gather.recorded(options)
+    except (Misuse, RecordsUnreadable) as error:
+        pytest.exit(str(error), returncode=Exit.MISUSE)
 
 
 def prepare_process(options: Options) -> None:
@@ -94,8 +99,9 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Tell each xdist worker where to write."""
+    """Tell each xdist worker where to write, and what to leave out: a worker that starts later would read other records."""
     node.workerinput["moediff_directory"] = str(node.config.stash[DIRECTORY])
+    node.workerinput["moediff_recorded"] = sorted(node.config.stash[RECORDED])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -115,10 +121,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("related", related, ids=[each.id for each in related])
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Cases named may have no relations or questions, and a lane no device: no test, rather than a skipped one."""
-    optional = {"related", "loading", "checked"}
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Cases named may have no relations or questions, and a lane no device: no test, rather than a skipped one. What has a record is left
+    out; where kernels are compiled, those that share them stand together."""
+    optional, recorded = {"related", "loading", "checked"}, config.stash[RECORDED]
     items[:] = [i for i in items if i.get_closest_marker("skip") is None or not optional & set(getattr(i, "fixturenames", ()))]
+    items[:] = [i for i in items if (asked := order.asked(i)) is None or asked.id not in recorded]
+    if SPECS[config.stash[OPTIONS].machine].needs_gpu:
+        items[:] = order.by_kernel(items)
 
 
 @pytest.fixture(scope="session")

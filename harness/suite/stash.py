@@ -20,4 +20,5 @@ class Stopped(NamedTuple):
 
 OPTIONS = pytest.StashKey[Options]()
 DIRECTORY = pytest.StashKey[Path]()
+RECORDED = pytest.StashKey[frozenset[str]]()
 STOPPED = pytest.StashKey[Stopped]()
