@@ -16,7 +16,7 @@ from harness.architectures import requested
 from harness.backends import SPECS, Backend, declared_refusal, experts_expected, runs_default
 from harness.installed import ue8m0_scales
 from harness.recipes_batched import batched
-from harness.recipes_cuda import ALL_FP32, for_backend
+from harness.recipes_cuda import ALL_FP32, FP8_TOKEN_FLOOR, for_backend
 from harness.recipes_packed import packed, runs_known
 from harness.refusals import quark_int8_static
 from references.vocabulary import (
@@ -33,7 +33,6 @@ from references.vocabulary import (
     WeightQuant,
 )
 
-_FP8_TOKEN_FLOOR = 1.0 / (448.0 * 512.0)  # csrc quantization/w8a8/fp8: min_scaling_factor
 _BLOCK_CAST_AMAX_FLOOR = 1e-4  # utils/deep_gemm.py::per_block_cast_to_fp8
 _GROUP_AMAX_FLOOR = 1e-10  # eps of per_token_group_quant_*: a floor of the amax, so of the scale once divided by qmax
 
@@ -81,7 +80,7 @@ def _act_scheme(case: MoECase, entry: Entry) -> ActQuant | None:
         case ActScale.DYNAMIC_TENSOR:
             return ActQuant(format=case.weight, layout=Layout.TENSOR, dynamic=True, scale_floor=1e-10, scale_store=case.dtype)
         case ActScale.DYNAMIC_TOKEN if fp8:
-            return ActQuant(format=case.weight, layout=Layout.TOKEN, dynamic=True, scale_floor=_FP8_TOKEN_FLOOR)
+            return ActQuant(format=case.weight, layout=Layout.TOKEN, dynamic=True, scale_floor=FP8_TOKEN_FLOOR)
         case ActScale.DYNAMIC_TOKEN:  # int8_utils._per_token_quant_int8: libdevice.round, amax floored at 1e-10
             return ActQuant(format=case.weight, layout=Layout.TOKEN, dynamic=True, rounding=Rounding.HALF_AWAY, scale_floor=1e-10 / 127.0)
         case ActScale.DYNAMIC_GROUP128 if fp8:
@@ -101,7 +100,7 @@ def _weight_quant(case: MoECase, backend: Backend) -> WeightQuant | None:
         return None
     if case.weight is Format.INT8:  # online/int8.py: scale and quotient in the checkpoint's own dtype
         return WeightQuant(format=case.weight, layout=Layout.CHANNEL, arithmetic=case.dtype, quotient=Quotient.DIVIDE)
-    floors = {Layout.TENSOR: 0.0, Layout.CHANNEL: _FP8_TOKEN_FLOOR, Layout.BLOCK128: _BLOCK_CAST_AMAX_FLOOR / 448.0}
+    floors = {Layout.TENSOR: 0.0, Layout.CHANNEL: FP8_TOKEN_FLOOR, Layout.BLOCK128: _BLOCK_CAST_AMAX_FLOOR / 448.0}
     quotient = Quotient.DIVIDE if case.weight_scale is Layout.CHANNEL else Quotient.RECIPROCAL
     if case.weight_scale is Layout.BLOCK128 and SPECS[backend].needs_gpu:
         quotient = Quotient.ANY  # torch.compile makes one Triton kernel of it, where 1 / scale is approximate
@@ -160,7 +159,7 @@ def _triton(case: MoECase, entry: Entry, backend: Backend) -> Recipe:
         name=f"triton-{'legacy' if legacy else 'modular'}{'+fused_silu_quant' if fused else ''}{'+ue8m0' if ue8m0 else ''}",
         a1=act,
         # csrc silu_and_mul_per_block_quant: fp32 from the accumulator's store to the code, its own floor
-        a2=replace(act, scale_floor=_FP8_TOKEN_FLOOR, quotient=Quotient.DIVIDE) if fused and act is not None else act,
+        a2=replace(act, scale_floor=FP8_TOKEN_FLOOR, quotient=Quotient.DIVIDE) if fused and act is not None else act,
         compute=(Format.BF16, case.dtype) if through_bf16 else (case.dtype,),
         activation_store=Format.FP32 if fused else case.dtype,
         gate_store=case.dtype if case.activation.gated and not fused and case.activation not in ALL_FP32 else None,

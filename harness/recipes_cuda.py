@@ -28,6 +28,7 @@ from references.vocabulary import (
 # act(g) is rounded before the product everywhere else: csrc activation_kernels.cu
 ALL_FP32 = (Activation.SWIGLUOAI, Activation.SWIGLUSTEP, Activation.SITU)
 HUMMING_SCALE_FLOOR = 1e-30
+FP8_TOKEN_FLOOR = 1.0 / (448.0 * 512.0)  # csrc quantization/w8a8/fp8: min_scaling_factor
 _K_BLOCK = 128  # columns of K that Humming's blocks take at once (tune/sm90.py; layers are padded to whole ones)
 _UE8M0_AMAX_FLOOR = 1e-4  # utils/deep_gemm.py, per_block_cast_to_fp8
 _GROUP_AMAX_FLOOR = 1e-10

@@ -13,10 +13,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cases.case import ActScale, Origin
-from harness.backends import Backend
+from harness.backends import SPECS, Backend
 from harness.families import Family, family
-from harness.recipes_cuda import ALL_FP32, HUMMING_SCALE_FLOOR, placed, split
-from references.kernel_layout import FP8_SCALE_FLOOR
+from harness.recipes_cuda import ALL_FP32, FP8_TOKEN_FLOOR, HUMMING_SCALE_FLOOR, placed, split
 from references.vocabulary import (
     Accumulator,
     ActQuant,
@@ -61,7 +60,7 @@ def packed(unquantized: Recipe, case: MoECase, backend: Backend, classes: frozen
     if "Int4EmulationTritonExperts" in classes:
         return replace(recipe, name="int4-emulation", weight_scale_store=Format.BF16, weight_store=Format.BF16)
     if "Nvfp4QuantizationEmulationTritonExperts" in classes:
-        return _nvfp4(recipe, case)
+        return _nvfp4(recipe, case, Quotient.ANY if SPECS[backend].needs_gpu else Quotient.DIVIDE)
     return replace(recipe, name="triton-wna16", weight_store=case.dtype)
 
 
@@ -71,11 +70,13 @@ def _online(case: MoECase) -> WeightQuant | None:
     return WeightQuant(format=case.weight, layout=case.weight_scale, power_of_two=True)
 
 
-def _nvfp4(recipe: Recipe, case: MoECase) -> Recipe:
-    """Rows become the values that NVFP4 gives them, in the hidden dtype."""
+def _nvfp4(recipe: Recipe, case: MoECase, quotient: Quotient) -> Recipe:
+    """Rows become the values that NVFP4 gives them, in the hidden dtype. Triton divides approximately on a GPU."""
     act = None
     if case.act_scale is ActScale.DYNAMIC_GROUP16:
-        act = ActQuant(format=Format.E2M1, layout=Layout.GROUP16, dynamic=True, scale_store=Format.E4M3FN, store=case.dtype)
+        act = ActQuant(
+            format=Format.E2M1, layout=Layout.GROUP16, dynamic=True, scale_store=Format.E4M3FN, store=case.dtype, quotient=quotient
+        )
     return replace(recipe, name="nvfp4-emulation", a1=act, a2=act, weight_store=case.dtype)
 
 
@@ -138,7 +139,7 @@ def _humming(recipe: Recipe, case: MoECase, backend: Backend) -> Recipe:
 
 def _cutlass_w4a8(recipe: Recipe, case: MoECase) -> Recipe:
     """Codes times E4M3 group scales are E4M3 again, looked up; rows are FP8 per token, by the compiled operator both times."""
-    act = ActQuant(format=Format.E4M3FN, layout=Layout.TOKEN, dynamic=True, scale_floor=FP8_SCALE_FLOOR, quotient=Quotient.DIVIDE)
+    act = ActQuant(format=Format.E4M3FN, layout=Layout.TOKEN, dynamic=True, scale_floor=FP8_TOKEN_FLOOR, quotient=Quotient.DIVIDE)
     return placed(
         replace(
             recipe,

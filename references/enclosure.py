@@ -25,7 +25,7 @@ from references.bounds import (
 from references.formats import limits, round_to
 from references.gating import gated_interval, has_parameters
 from references.loading import LoadedExpert, Matrix
-from references.microscaling import nvfp4, nvfp4_hull
+from references.microscaling import nvfp4_hull
 from references.moe import Routing, reads_tf32, rows_of_each, scales_stored, static_rows
 from references.vocabulary import Accumulator, Activation, ActQuant, Epilogue, Format, Recipe, RouterWeight, Swiglu
 
@@ -128,8 +128,6 @@ def _entering(
     if not how.microscaled:
         return quantize(rows, how, static_scale)
     assert static_scale is not None
-    if rows.low is rows.high:
-        return exactly(nvfp4(rows.low, static_scale, how)), None
     return Interval(*nvfp4_hull(rows.low, rows.high, static_scale, how)), None
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -9,9 +10,11 @@ import torch
 
 from references.formats import round_to
 from references.microscaling import codes_and_values, group_scale, inverse, nvfp4, nvfp4_hull
-from references.vocabulary import ActQuant, Format, Layout
+from references.vocabulary import ActQuant, Format, Layout, Quotient
 
-HOW = ActQuant(format=Format.E2M1, layout=Layout.GROUP16, dynamic=True, scale_store=Format.E4M3FN, store=Format.BF16)
+HOW = ActQuant(
+    format=Format.E2M1, layout=Layout.GROUP16, dynamic=True, scale_store=Format.E4M3FN, store=Format.BF16, quotient=Quotient.DIVIDE
+)
 Quantizer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ONE = np.float32(1.0)
 
@@ -90,3 +93,19 @@ def test_a_hull_holds_every_row_inside_and_is_the_value_where_nothing_is_in_doub
             value = nvfp4(inside, multiplier, HOW)
             assert bool(((low <= value) & (value <= high)).all())
     assert bool((low < high).any())
+
+
+@pytest.mark.parametrize("steps", [-1, 1])
+def test_an_approximate_division_may_take_either_side_of_a_near_tie(steps: int) -> None:
+    """-0.26953125 under g = 519.4203, as vLLM's emulation met it on an H200."""
+    x = torch.full((1, 16), -0.26953125, dtype=torch.float64)
+    x[0, 0] = 1.28125
+    multiplier = torch.tensor([[1.0 / 519.4202880859375]], dtype=torch.float64).float().double()
+    g, scale = inverse(multiplier), torch.tensor([[112.0]], dtype=torch.float64)
+    assert torch.equal(group_scale(x.abs().amax(1, keepdim=True), g), scale)
+    low, high = nvfp4_hull(x, x, multiplier, replace(HOW, quotient=Quotient.ANY))
+    kernel = codes_and_values(x, scale, g, Format.BF16, (steps * 2.0**-23, 0.0))
+    assert bool(((low <= kernel) & (kernel <= high)).all())
+    assert float(low[0, 1]) < float(high[0, 1])
+    known = nvfp4_hull(x, x, multiplier, HOW)
+    assert known[0] is known[1]
