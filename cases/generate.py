@@ -202,6 +202,8 @@ def _smoke() -> Iterator[Pair]:
         yield from _doors(_case(row))
     yield from _parameters(PACKED_SMOKE_SIZES, each=False)
     yield from _batched(BATCHED_SCHEMES, BATCHED_SMOKE_SIZES)
+    for turn, parameters in enumerate(PARAMETERS):
+        yield from _batched_parameters(BATCHED_SCHEMES[turn % len(BATCHED_SCHEMES)], [parameters])
     yield from _named(SMOKE_BOUNDARIES)
 
 
@@ -214,6 +216,7 @@ def _nightly() -> Iterator[Pair]:
     yield from _parameters(PACKED_NIGHTLY_SIZES, each=True)
     for scheme in BATCHED_SCHEMES:
         yield from _batched((scheme,), NIGHTLY_SIZES)
+        yield from _batched_parameters(scheme, PARAMETERS)
     yield from _named(NIGHTLY_BOUNDARIES)
 
 
@@ -250,6 +253,13 @@ def _batched(schemes: Sequence[Scheme], sizes: Sequence[Size]) -> Iterator[Pair]
     activations, dtypes, _, weights, routings = _AXES
     for row in covering((schemes, sizes, activations, dtypes, (False,), weights, routings), _allowed):
         yield _case(row), Entry.BATCHED
+
+
+def _batched_parameters(scheme: Scheme, parameters: Sequence[tuple[Activation, bool]]) -> Iterator[Pair]:
+    """Activations with parameters, through the batched entry; the hidden dtypes take turns."""
+    for number, (activation, tight) in enumerate(parameters):
+        row = (scheme, SMOKE_SIZES[0], activation, _HALVES[number % 2], False, RouterWeights.RENORMALIZED, Routing.BALANCED)
+        yield replace(_case(row), tight=tight), Entry.BATCHED
 
 
 def _doors(case: MoECase) -> Iterator[Pair]:

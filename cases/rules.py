@@ -41,9 +41,10 @@ def entry_takes(case: MoECase, entry: Entry) -> bool:
     Hidden dtypes are those of each config's ``get_supported_act_dtypes``; the functional entry takes tensors, so
     anything already quantized, and anything unquantized, may come in by it.
     """
-    if entry is Entry.BATCHED and (case.weight_only or case.data is Data.LATTICE or _int8_blocks(case)):
-        return False
-    if entry is not Entry.LAYER:
+    if entry is Entry.BATCHED:
+        tensors = case.origin is not Origin.ONLINE and not packed.is_packed(case) and not case.activation.interleaved
+        return tensors and not (case.weight_only or case.data is Data.LATTICE or _int8_blocks(case))
+    if entry is Entry.FUSED_EXPERTS:
         return case.origin is not Origin.ONLINE and not packed.is_packed(case) and not gating.with_parameters(case)
     if case.checkpoint is CheckpointFormat.RAW:
         return False

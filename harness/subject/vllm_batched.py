@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cases.case import ActScale, Routing
+from cases.gating import swiglu
 from harness.subject import Loaded, LoadFailed, Ran, RunFailed, SubjectUnavailable, modes, vllm_compat
 from harness.subject.dtypes import TORCH
 from harness.subject.errors import verbatim
@@ -198,6 +199,7 @@ def _moe_config(case: MoECase, dtype: torch.dtype, capacity: int, device: str) -
         in_dtype=dtype,
         max_num_tokens=capacity,
         has_bias=case.bias,
+        **vllm_compat.activation_parameters(case.activation.value, swiglu(case)),
     )
 
 
