@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import fields
+from dataclasses import fields, replace
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from cases.case import Data, Entry, Level, MoECase, entry_takes
+from cases.case import Data, Entry, Level, MoECase, Routing, entry_takes
 from cases.roles import empty_expert, zero_expert
 from harness import ledger
 from harness.backends import Backend, declared_refusal, experts_expected, has_entry
@@ -23,20 +23,20 @@ from harness.suite.options import parse_backend
 from references.vocabulary import ActQuant, Recipe
 
 if TYPE_CHECKING:
-    from cases.checkpoint import Checkpoint
     from harness.ledger import Ledger
+
+_E, _H, _I = 7, 384, 640  # of the small layer of on_disk
+_PARTS = (1, 2, 4, 8, 16, 32, 64, 128)  # that groups, blocks and words make of a size
 
 
 def main(arguments: Namespace) -> int:
     """Raises Misuse."""
-    from cases.checkpoint import make_checkpoint  # imports torch, which `moediff list` does without
-
     case, backend, known = parse_case(arguments.case), parse_backend(arguments.backend), ledger.load(ledger.LEDGER)
     say(case.id)
     draw(_fields(case))
-    checkpoint = make_checkpoint(case)
-    draw(_tensors(case, checkpoint))
-    say(f"quantization_config: {checkpoint.quantization_config}\n")
+    tensors, config = on_disk(case)
+    draw(_tensors(case, tensors))
+    say(f"quantization_config: {config}\n")
     for entry in Entry:
         if entry_takes(case, entry) and has_entry(entry, backend):
             draw(_expectation(case, entry, backend, known))
@@ -53,11 +53,32 @@ def _fields(case: MoECase) -> Table:
     return table
 
 
-def _tensors(case: MoECase, checkpoint: Checkpoint) -> Table:
-    table = _table(f"checkpoint: {len(checkpoint.tensors)} tensors, expert 0 of {case.experts} alike", "tensor", "shape", "dtype")
-    for name, tensor in checkpoint.tensors.items():
-        if name.startswith("0."):
-            table.add_row(name, str(list(tensor.shape)), str(tensor.dtype).removeprefix("torch."))
+def on_disk(case: MoECase) -> tuple[dict[str, tuple[list[int], str]], dict[str, Any] | None]:
+    """Shape and dtype of each tensor of the checkpoint, of expert 0 where each expert has its own, and the quantization config.
+
+    Read off a small layer in whose shapes every part of E, H and I is another number: no layer is too large to be shown.
+    """
+    from cases.checkpoint import make_checkpoint  # imports torch, which `moediff list` does without
+
+    small = replace(case, experts=_E, top_k=1, tokens=1, hidden=_H, intermediate=_I, data=Data.DENSE, routing=Routing.BALANCED)
+    checkpoint = make_checkpoint(small)
+    means = {_E: case.experts, 2 * _I: 2 * case.intermediate}
+    for part in _PARTS:
+        means |= {_H // part: -(-case.hidden // part), _I // part: -(-case.intermediate // part)}
+    found = {
+        name: ([means.get(size, size) for size in tensor.shape], str(tensor.dtype).removeprefix("torch."))
+        for name, tensor in checkpoint.tensors.items()
+        if name.startswith("0.") or not name[0].isdigit()
+    }
+    return found, checkpoint.quantization_config
+
+
+def _tensors(case: MoECase, tensors: dict[str, tuple[list[int], str]]) -> Table:
+    each = all(name.startswith("0.") for name in tensors)
+    title = f"{len(tensors) * case.experts} tensors, expert 0 of {case.experts} alike" if each else f"{len(tensors)} tensors"
+    table = _table(f"checkpoint: {title}", "tensor", "shape", "dtype")
+    for name, (shape, dtype) in tensors.items():
+        table.add_row(name, str(shape), dtype)
     return table
 
 
