@@ -158,9 +158,27 @@ _LINES: tuple[tuple[When, str, str, bool], ...] = (
         False,
     ),
     (
-        lambda c, lane: lane == "marlin" and family(c) in (Family.MXFP4, Family.MXFP8) and c.dtype is Format.FP16,
+        lambda c, lane: lane == "marlin" and family(c) is Family.MXFP4 and not c.activation.gated,
+        "AssertionError",
+        "Marlin's preparation of MXFP4 is written for gated layers",
+        False,
+    ),
+    (
+        lambda c, lane: _microscaled_marlin(c, lane) and any(rows % 64 for rows, _ in _marlin_shapes(c)),
+        r"size_[kn] = \d+ is not divisible by tile_[kn]_size",
+        "Marlin's tiles have 64 rows",
+        False,
+    ),
+    (
+        lambda c, lane: _microscaled_marlin(c, lane) and c.dtype is Format.FP16,
         _NO_KERNEL,
         "Marlin has microscaled kernels for bf16 only",
+        False,
+    ),
+    (
+        lambda c, lane: _microscaled_marlin(c, lane) and not all(_marlin_tiled(*shape) for shape in _marlin_shapes(c)),
+        _NO_KERNEL,
+        "Marlin has no thread layout for a matrix of that shape",
         False,
     ),
     (
@@ -300,6 +318,26 @@ def _stored_mxfp4(case: MoECase) -> bool:
 def _marlin_fits(case: MoECase) -> bool:
     """marlin_utils.py, check_moe_marlin_supports_config, with its tiles padded."""
     return case.hidden % 128 == 0 and (case.weight_scale.width is None or case.intermediate % case.weight_scale.width == 0)
+
+
+def _microscaled_marlin(case: MoECase, lane: str) -> bool:
+    """Whether Marlin's kernels with E8M0 scales run: compressed-tensors MXFP4 has them whatever is asked for."""
+    return (ct_mxfp4(case) and not _blackwell()) or (lane == "marlin" and family(case) in (Family.MXFP4, Family.MXFP8))
+
+
+def _marlin_shapes(case: MoECase) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Rows and columns of w13 and w2 as Marlin gets them: compressed-tensors MXFP4 is not padded, MXFP4 to whole 256s and 128s."""
+    hidden, intermediate = case.hidden, case.intermediate
+    if family(case) is Family.MXFP8:
+        intermediate = -(-intermediate // 64) * 64
+    elif not ct_mxfp4(case):
+        hidden, intermediate = -(-hidden // 256) * 256, -(-intermediate // 128) * 128
+    return ((1 + case.activation.gated) * intermediate, hidden), (hidden, intermediate)
+
+
+def _marlin_tiled(rows: int, columns: int) -> bool:
+    """marlin_moe_wna16/ops.cu: 128 columns and 64 rows, or 64 columns and 128 rows, at a time."""
+    return (columns % 128 == 0 and rows % 64 == 0) or (columns % 64 == 0 and rows % 128 == 0)
 
 
 def _words(case: MoECase) -> bool:
