@@ -25,7 +25,7 @@ from references.vocabulary import ActQuant, Recipe
 if TYPE_CHECKING:
     from harness.ledger import Ledger
 
-_E, _H, _I = 7, 384, 640  # of the small layer of on_disk
+_E, _H, _I = 3, 768, 1280  # of the small layer of on_disk
 _PARTS = (1, 2, 4, 8, 16, 32, 64, 128)  # that groups, blocks and words make of a size
 
 
