@@ -21,24 +21,30 @@ positive products pull the result down, negative ones up. The accumulator is a m
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from types import EllipsisType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from references.formats import binade
 from references.vocabulary import Accumulator
 
 if TYPE_CHECKING:
-    from references.bounds import Operand
+    from collections.abc import Iterable
+
+    from references.products import Operand, Routed
 
 FP8_FRACTION_BITS = 13
 FP8_STEP = 32  # K of one wgmma on 8-bit operands
 _CHUNK = 128  # columns that a block takes at least
-_EACH_ONE = 1 << 19  # with more products than this they are bounded together
+_EACH_ONE = 1 << 19  # an expert's products, where they are more than this, are bounded together
+_AT_ONCE = 1 << 15  # products looked at together: what fits a core's cache
 _LEMMA = tuple((p, p**p / (1.0 + p) ** (1.0 + p)) for p in (0.5, 1.0, 2.0))  # C(p) = max over r of (1 - r) * r**p
 
 
 class Pull(NamedTuple):
-    """How far below and above the exact sum the accumulator may end, [M, N], both >= 0."""
+    """How far below and above the exact sum the accumulator may end, [R, N], both >= 0."""
 
     down: torch.Tensor
     up: torch.Tensor
@@ -46,82 +52,94 @@ class Pull(NamedTuple):
 
 def tf32(x: torch.Tensor) -> torch.Tensor:
     """fp32 numbers, as float64, as a tensor core reads them: 11 significant bits, the rest dropped."""
-    mantissa, exponent = torch.frexp(x)
-    return torch.ldexp(torch.trunc(torch.ldexp(mantissa, torch.tensor(11))), exponent - 11)
+    return (x.contiguous().view(torch.int64) & -(1 << 42)).view(torch.float64)
 
 
 def _quantum(magnitude: torch.Tensor) -> torch.Tensor:
     """2**(floor(log2(magnitude)) - 13), 0 at 0."""
-    exponent = torch.frexp(magnitude)[1].to(torch.float64) - 1.0 - FP8_FRACTION_BITS
-    return torch.where(magnitude == 0, 0.0, torch.exp2(exponent))
+    return binade(magnitude) * 2.0**-FP8_FRACTION_BITS
 
 
-def truncation(a: Operand, w: Operand) -> Pull:
-    """FP8 tensor cores, K ascending, a [M, K], w [N, K]."""
-    assert a.lowest is not None
-    assert w.lowest is not None
-    each_one = a.middle.numel() * w.middle.shape[0] <= _EACH_ONE
-    left, right = _Side.of(a.middle, a.radius, a.lowest), _Side.of(w.middle, w.radius, w.lowest)
-    low = a.middle.new_zeros(a.middle.shape[0], w.middle.shape[0])  # the exact partial sum is in [low, high]
-    high, down, up = low.clone(), low.clone(), low.clone()  # and the accumulator in [low - down, high + up]
+def truncation(a: Operand, w: Operand, routed: Routed) -> Pull:
+    """FP8 tensor cores, K ascending, a [R, K], w [E, N, K].
+
+    Sums of products of FP8 codes, and of what is lost of them, have few bits: float64 holds them exactly, in any order.
+    """
+    pairs = _pairs(a, w, routed)
+    middles, spreads = _chunks(a, w, FP8_STEP, routed)
+    lows, highs = (middles - spreads).cumsum(0), (middles + spreads).cumsum(0)
+    low = high = torch.zeros_like(middles[0])  # the exact partial sum is in [low, high]
+    down, up = low, low  # and the accumulator in [low - down, high + up]
     least = torch.full_like(low, torch.inf)  # and is a multiple of this
-    for start in range(0, a.middle.shape[1], FP8_STEP):
-        x, y = left.columns(start), right.columns(start)
-        middle, spread = x.middle @ y.middle.T, x.magnitude @ y.magnitude.T - x.middle.abs() @ y.middle.abs().T
-        if each_one:
-            largest = (x.magnitude[:, None] * y.magnitude).amax(2)
-        else:
-            largest = x.magnitude.amax(1, keepdim=True) * y.magnitude.amax(1)
-        quantum = _quantum(torch.maximum(torch.maximum(down - low, high + up), largest))
-        carried = (quantum - least).clamp_min(0.0)
-        finest = x.lowest.amin(1, keepdim=True) * y.lowest.amin(1)
-        positive, negative = _lost_one_by_one(x, y, quantum) if each_one else _lost(x, y, quantum)
-        below = positive.masked_fill(finest >= quantum, 0.0) + torch.minimum(carried, (high + up).clamp_min(0.0))
-        above = negative.masked_fill(finest >= quantum, 0.0) + torch.minimum(carried, (down - low).clamp_min(0.0))
-        down, up, low, high = down + below, up + above, low + middle - spread, high + middle + spread
+    for step in range(len(middles)):
+        k = slice(step * FP8_STEP, (step + 1) * FP8_STEP)
+        here = [pair.columns(k) for pair in pairs]
+        sizes = [pair.sizes() if pair.one_by_one else None for pair in here]
+        largest = [pair.largest() if size is None else size.amax(2) for pair, size in zip(here, sizes, strict=True)]
+        quantum = _quantum(torch.maximum(torch.maximum(down - low, high + up), torch.cat(largest)))
+        carried = (quantum - least).clamp_min_(0.0)
+        finest = _finest(a, w, k, routed)
+        positive, negative = _each(pair.lost(quantum[rows], size) for pair, rows, size in zip(here, routed.spans, sizes, strict=True))
+        coarse = finest < quantum
+        below = positive * coarse + torch.minimum(carried, (high + up).clamp_min_(0.0))
+        above = negative * coarse + torch.minimum(carried, (down - low).clamp_min_(0.0))
+        down, up, low, high = down + below, up + above, lows[step], highs[step]
         least = torch.minimum(least, finest)
-        kept = (_quantum(torch.maximum(down - low, high + up)) - least).clamp_min(0.0)
-        down, up = down + torch.where(high + up > 0, kept, 0.0), up + torch.where(low - down < 0, kept, 0.0)
+        bottom, top = down - low, high + up
+        kept = (_quantum(torch.maximum(bottom, top)) - least).clamp_min_(0.0)
+        down, up = down + kept * (top > 0), up + kept * (bottom > 0)
     return Pull(down, up)
 
 
-def truncation_in_any_order(a: Operand, w: Operand) -> Pull:
+def truncation_in_any_order(a: Operand, w: Operand, routed: Routed) -> Pull:
     """FP8 tensor cores, each step 32 columns, steps divided among warps in any way, their results added in fp32.
 
     No partial sum of steps with results t exceeds (sum |t| + |sum t|) / 2.
     """
-    assert a.lowest is not None
-    assert w.lowest is not None
-    x, y = _Side.of(a.middle, a.radius, a.lowest), _Side.of(w.middle, w.radius, w.lowest)
-    middles, spreads = _chunks(x, y, FP8_STEP)
+    pairs = _pairs(a, w, routed)
+    middles, spreads = _chunks(a, w, FP8_STEP, routed)
     most = ((middles.abs() + spreads).sum(0) + middles.sum(0).abs() + spreads.sum(0)) / 2.0
-    largest = x.magnitude.amax(1, keepdim=True) * y.magnitude.amax(1)
-    each_one = a.middle.numel() * w.middle.shape[0] <= _EACH_ONE
-    finest = x.lowest.amin(1, keepdim=True) * y.lowest.amin(1)
-    steps = -(-a.middle.shape[1] // FP8_STEP)
+    largest = torch.cat([pair.largest() for pair in pairs])
+    finest = _finest(a, w, slice(None), routed)
     pull = Pull(torch.zeros_like(most), torch.zeros_like(most))
     for _ in range(2):  # the accumulator carries its own error
         quantum = _quantum(torch.maximum(most + torch.maximum(*pull), largest))
-        lost = _lost_one_by_one(x, y, quantum) if each_one else _lost(x, y, quantum)
-        carried = 3.0 * steps * (quantum - finest).clamp_min(0.0)  # into a step, out of it, and into the sum of the warps' results
+        lost = _each(pair.lost_of_all(quantum[rows]) for pair, rows in zip(pairs, routed.spans, strict=True))
+        carried = 3.0 * len(middles) * (quantum - finest).clamp_min(0.0)  # into a step, out of it, and into the sum of the warps' results
         pull = Pull(*(each.masked_fill(finest >= quantum, 0.0) + carried for each in lost))
     return pull
 
 
-def _chunks(x: _Side, y: _Side, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Results of chunks of K: middles and spreads, each [chunks, M, N]."""
+def _finest(a: Operand, w: Operand, k: slice, routed: Routed) -> torch.Tensor:
+    """What every product of columns ``k`` is a multiple of, [R, N]."""
+    assert a.lowest is not None
+    assert w.lowest is not None
+    return a.lowest[:, k].amin(1, keepdim=True) * routed.each(w.lowest[:, :, k].amin(2))
+
+
+def _each(of_experts: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every expert's rows, one below the other."""
+    first, second = zip(*of_experts, strict=True)
+    return torch.cat(first), torch.cat(second)
+
+
+def _chunks(a: Operand, w: Operand, columns: int, routed: Routed) -> tuple[torch.Tensor, torch.Tensor]:
+    """Results of chunks of K: middles and spreads, each [chunks, R, N]."""
     middles, spreads = [], []
-    for start in range(0, x.middle.shape[1], columns):
-        k = (slice(None), slice(start, start + columns))
-        middles.append(x.middle[k] @ y.middle[k].T)
-        spreads.append(x.magnitude[k] @ y.magnitude[k].T - x.middle[k].abs() @ y.middle[k].abs().T)
-    return torch.stack(middles), torch.stack(spreads)
+    for start in range(0, a.middle.shape[1], columns):
+        k = (..., slice(start, start + columns))
+        middles.append(routed.product(a.middle[k], w.middle[k]))
+        if a.radius is not None or w.radius is not None:
+            farthest = routed.product(a.magnitude[k], w.magnitude[k])
+            spreads.append(farthest - routed.product(a.middle[k].abs(), w.middle[k].abs()))
+    middle = torch.stack(middles)
+    return middle, torch.stack(spreads) if spreads else torch.zeros_like(middle)
 
 
 class Slices(NamedTuple):
     """K divided among at most ``blocks`` thread blocks of 128 or more columns each, whose results are added one after another.
 
-    parts: sum of the results' magnitudes; sums: of the magnitudes of their sums, from either end of K, two or more at a time; [M, N].
+    parts: sum of the results' magnitudes; sums: of the magnitudes of their sums, from either end of K, two or more at a time; [R, N].
     """
 
     parts: torch.Tensor
@@ -129,9 +147,9 @@ class Slices(NamedTuple):
     blocks: int
 
 
-def slices(a: Operand, w: Operand) -> Slices | None:
-    """Bounds of what is stored on the way, a [M, K], w [N, K]; None where one block has all of K."""
-    middles, spreads = _chunks(_Side.of(a.middle, a.radius, a.middle), _Side.of(w.middle, w.radius, w.middle), _CHUNK)
+def slices(a: Operand, w: Operand, routed: Routed) -> Slices | None:
+    """Bounds of what is stored on the way, a [R, K], w [E, N, K]; None where one block has all of K."""
+    middles, spreads = _chunks(a, w, _CHUNK, routed)
     if len(middles) == 1:
         return None
     prefix = middles.cumsum(0)
@@ -140,56 +158,100 @@ def slices(a: Operand, w: Operand) -> Slices | None:
     return Slices((middles.abs() + spreads).sum(0), sums.sum(0), len(middles))
 
 
-class _Side(NamedTuple):
-    """One operand, [rows, K]. may_be_positive, may_be_negative: 1.0 or 0.0; vague: 1.0 where nothing is known of the low bits."""
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One operand, rows [R, K] or matrices [E, N, K]. sign: 1.0 or -1.0, 0.0 where the value is 0 or may have either sign."""
 
-    middle: torch.Tensor
     magnitude: torch.Tensor
     lowest: torch.Tensor
-    may_be_positive: torch.Tensor
-    may_be_negative: torch.Tensor
-    vague: torch.Tensor
+    sign: torch.Tensor
 
     @classmethod
-    def of(cls, middle: torch.Tensor, radius: torch.Tensor | None, lowest: torch.Tensor) -> _Side:
-        spread = torch.zeros_like(middle) if radius is None else radius
-        magnitude = middle.abs() + spread
-        vague = (lowest < magnitude * 2.0**-10).to(middle.dtype)
-        return cls(middle, magnitude, lowest, (middle + spread > 0).to(middle.dtype), (middle - spread < 0).to(middle.dtype), vague)
+    def of(cls, x: Operand) -> _Side:
+        assert x.lowest is not None
+        sign = torch.sign(x.middle)
+        if x.radius is not None:
+            sign = torch.sign(torch.sign(x.middle - x.radius) + torch.sign(x.middle + x.radius))
+        return cls(x.magnitude, x.lowest, sign)
 
-    def columns(self, start: int) -> _Side:
-        return _Side(*(each[:, start : start + FP8_STEP] for each in self))
+    def __getitem__(self, index: slice | int | tuple[EllipsisType, slice]) -> _Side:
+        return _Side(self.magnitude[index], self.lowest[index], self.sign[index])
 
-    def signed(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return weight * self.may_be_positive, weight * self.may_be_negative
-
-
-def _lost_one_by_one(x: _Side, y: _Side, quantum: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What truncating each product takes away at most, over the positive and over the negative ones."""
-    lowest = (x.lowest[:, None] * y.lowest).nan_to_num(nan=torch.inf)  # 0 * inf: the product is 0
-    lost = torch.minimum(x.magnitude[:, None] * y.magnitude, (quantum[:, :, None] - lowest).clamp_min(0.0))
-    same = torch.maximum(x.may_be_positive[:, None] * y.may_be_positive, x.may_be_negative[:, None] * y.may_be_negative)
-    other = torch.maximum(x.may_be_positive[:, None] * y.may_be_negative, x.may_be_negative[:, None] * y.may_be_positive)
-    return (lost * same).sum(2), (lost * other).sum(2)
+    def signs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """1.0 where the value may be positive, and where it may be negative."""
+        some = self.magnitude > 0
+        return (some & (self.sign >= 0)).to(self.sign.dtype), (some & (self.sign <= 0)).to(self.sign.dtype)
 
 
-def _lost(x: _Side, y: _Side, quantum: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same as matrix products, by q - l <= C(p) * q * (q / l)**p (references/bounds.py) for p = 1/2, 1 and 2; a vague one loses q."""
-    known = [side.lowest.masked_fill(side.vague > 0, torch.inf) for side in (x, y)]
-    best = [torch.full_like(quantum, torch.inf)] * 2
-    for power, constant in _LEMMA:
-        factor = constant * quantum ** (1.0 + power)
-        for sign, total in enumerate(_by_sign(x, y, known[0] ** -power, known[1] ** -power)):
-            best[sign] = torch.minimum(best[sign], factor * total)
-    some = [(side.magnitude > 0).to(quantum.dtype) for side in (x, y)]
-    vague = [a + b for a, b in zip(_by_sign(x, y, x.vague, some[1]), _by_sign(x, y, some[0], y.vague), strict=True)]
-    return best[0] + quantum * vague[0], best[1] + quantum * vague[1]
+class _Pair(NamedTuple):
+    """One expert's rows x [M, K] and matrix y [N, K]. either: some value may have either sign."""
+
+    x: _Side
+    y: _Side
+    one_by_one: bool
+    either: bool
+
+    def columns(self, k: slice) -> _Pair:
+        return self._replace(x=self.x[..., k], y=self.y[..., k])
+
+    def sizes(self) -> torch.Tensor:
+        """Magnitudes of the products, [M, N, K]."""
+        return self.x.magnitude[:, None] * self.y.magnitude
+
+    def largest(self) -> torch.Tensor:
+        """At least the largest of them, [M, N]."""
+        return self.x.magnitude.amax(1, keepdim=True) * self.y.magnitude.amax(1)
+
+    def lost(self, quantum: torch.Tensor, sizes: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """What truncating the products to ``quantum`` [M, N] takes away at most, over the positive and over the negative ones."""
+        if sizes is None:
+            return self._lost_together(quantum)
+        lost = torch.minimum(sizes, (quantum.unsqueeze(2) - self.x.lowest[:, None] * self.y.lowest).clamp_min_(0.0))
+        signed = lost * (self.x.sign[:, None] * self.y.sign)
+        total, difference = lost.sum(2), signed.sum(2)
+        known = signed.abs_().sum(2) if self.either else total  # of products whose sign is known; the others count on both sides
+        return total - (known - difference) / 2.0, total - (known + difference) / 2.0
+
+    def lost_of_all(self, quantum: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same over all of K, a part of it at a time."""
+        if not self.one_by_one:
+            return self._lost_together(quantum)
+        positive, negative = torch.zeros_like(quantum), torch.zeros_like(quantum)
+        width = max(1, _AT_ONCE // quantum.numel())
+        for start in range(0, self.x.sign.shape[1], width):
+            part = self.columns(slice(start, start + width))
+            above, below = part.lost(quantum, part.sizes())
+            positive, negative = positive + above, negative + below
+        return positive, negative
+
+    def _lost_together(self, quantum: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As matrix products, by q - l <= C(p) * q * (q / l)**p (references/products.py) for p = 1/2, 1 and 2; a vague one, of whose low
+        bits nothing is known, loses q."""
+        sides = (self.x, self.y)
+        vague = [(side.lowest < side.magnitude * 2.0**-10).to(quantum.dtype) for side in sides]
+        known = [side.lowest.masked_fill(each > 0, torch.inf) for side, each in zip(sides, vague, strict=True)]
+        some = [(side.magnitude > 0).to(quantum.dtype) for side in sides]
+        (a, b), (c, d) = (side.signs() for side in sides)
+
+        def by_sign(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            """Sums over k of left * right where the product may be positive, and where it may be negative."""
+            plus, minus, up, down = left * a, left * b, (right * c).T, (right * d).T
+            return plus @ up + minus @ down, plus @ down + minus @ up
+
+        best = [torch.full_like(quantum, torch.inf)] * 2
+        for power, constant in _LEMMA:
+            factor = constant * quantum ** (1.0 + power)
+            totals = by_sign(known[0] ** -power, known[1] ** -power)
+            best = [torch.minimum(least, factor * total) for least, total in zip(best, totals, strict=True)]
+        whole = [one + other for one, other in zip(by_sign(vague[0], some[1]), by_sign(some[0], vague[1]), strict=True)]
+        return best[0] + quantum * whole[0], best[1] + quantum * whole[1]
 
 
-def _by_sign(x: _Side, y: _Side, left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums over k of left * right where the product may be positive, and where it may be negative."""
-    (a, b), (c, d) = x.signed(left), y.signed(right)
-    return a @ c.T + b @ d.T, a @ d.T + b @ c.T
+def _pairs(a: Operand, w: Operand, routed: Routed) -> list[_Pair]:
+    x, y = _Side.of(a), _Side.of(w)
+    either = any(each.radius is not None and bool(((side.sign == 0) & (side.magnitude > 0)).any()) for each, side in ((a, x), (w, y)))
+    per_row = w.middle[0].numel()
+    return [_Pair(x[rows], y[e], (rows.stop - rows.start) * per_row <= _EACH_ONE, either) for e, rows in enumerate(routed.spans)]
 
 
 def truncates(accumulator: Accumulator) -> bool:

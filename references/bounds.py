@@ -1,20 +1,7 @@
 """Intervals that contain every result an honest kernel may produce, and the error of each step that is not exact.
 
-The only place with numeric error terms. u = 2**-24 is fp32's unit roundoff: one correctly rounded fp32 operation moves a value by at most
-u relative. An ulp is at most 2u relative. Nothing here is tuned: each constant names the operations it stands for.
-
-The accumulator model (any order, any tree of round-to-nearest fp32 additions). Let the addends p_k be fp32 numbers, l_k the lowest set
-bit of p_k, B a bound on every partial sum's magnitude and U = ulp(B). Give a value x with lowest set bit l the potential
-max(0, U - l). An exact addition z = x + y has l(z) >= min(l(x), l(y)), so its potential is at most the larger of its operands'. An inexact
-one rounds to a multiple of V = ulp(z) <= U, errs by at most V/2, and one operand had l <= V/2: the potential drops by at least V/2. Hence
-
-    |error| <= sum_k max(0, U - l_k),
-
-which is 0 when every addend is a multiple of U (integers below 2**24, lattices, most FP8 products) and never needs the order. It is
-evaluated through max(0, 1 - r) <= C(q) / r**q with r = l/U and C(q) = max over r of (1 - r) r**q: a matrix product, because
-l(a * w) = l(a) * l(w). q = 1 is close for typical products, q = 1/2 bears a few tiny ones; the smaller counts, as does the classical
-(n - 1) * U / 2 for n addends. A partial sum lies between minus the sum of the negative addends and the sum of the positive ones, so
-B = (sum|p| + |sum p|) / 2.
+With products.py, the only place with numeric error terms. u = 2**-24 is fp32's unit roundoff: one correctly rounded fp32 operation moves
+a value by at most u relative. An ulp is at most 2u relative. Nothing here is tuned: each constant names the operations it stands for.
 """
 
 from __future__ import annotations
@@ -25,12 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from references.accumulators import truncates, truncation, truncation_in_any_order
 from references.activations import function_range
-from references.formats import limits, round_to, saturate
+from references.formats import binade, limits, round_to, saturate
 from references.quantize import Quantized, multiplier, next_power_of_two, quotient, symmetric
 from references.scales import expand, group_amax
-from references.vocabulary import Accumulator, Activation, ActQuant, Format, Quotient, Rounding, WeightQuant
+from references.vocabulary import Activation, ActQuant, Format, Quotient, Rounding, WeightQuant
 
 Expand = Callable[[torch.Tensor], torch.Tensor]
 
@@ -64,10 +50,6 @@ _SILU_OVERFLOW = 88.73 * 2.0**-128  # exp(-g) overflows beyond g = -88.72, which
 SILU_IDENTITY_FROM = 18.0
 SILU_ZERO_UP_TO = -110.0
 
-_LEMMA_HALF = 2.0 / (3.0 * math.sqrt(3.0))  # C(1/2)
-_LEMMA_ONE = 0.25  # C(1)
-_INT8_TILE = 32  # tl.dot's smallest K for 8-bit operands: at most ceil(K / 32) int32 tiles are added in fp32
-
 
 @dataclass(frozen=True, slots=True)
 class Interval:
@@ -77,10 +59,12 @@ class Interval:
     high: torch.Tensor
 
     def __getitem__(self, index: torch.Tensor | slice | tuple[slice, slice]) -> Interval:
-        if self.low is self.high:
-            part = self.low[index]
-            return Interval(part, part)
-        return Interval(self.low[index], self.high[index])
+        return self.ends(lambda end: end[index])
+
+    def ends(self, step: Callable[[torch.Tensor], torch.Tensor]) -> Interval:
+        """A monotone step done to both ends; to one where they are the very same tensor."""
+        low = step(self.low)
+        return Interval(low, low if self.high is self.low else step(self.high))
 
 
 def exactly(values: torch.Tensor) -> Interval:
@@ -90,14 +74,19 @@ def exactly(values: torch.Tensor) -> Interval:
 
 def store(x: Interval, fmt: Format) -> Interval:
     """A rounding to ``fmt``: monotone, so the ends are rounded. For fp32 the unrounded value is allowed too (fused operations keep it)."""
-    if fmt is Format.FP32:
-        return Interval(torch.minimum(x.low, round_to(x.low, fmt)), torch.maximum(x.high, round_to(x.high, fmt)))
     low = round_to(x.low, fmt)
+    if fmt is Format.FP32:
+        return Interval(torch.minimum(x.low, low), torch.maximum(x.high, low if x.high is x.low else round_to(x.high, fmt)))
     return Interval(low, low if x.high is x.low else round_to(x.high, fmt))
 
 
 def times(x: Interval, y: Interval) -> Interval:
-    """The four corners of a product."""
+    """The four corners of a product; two where one factor is known, one where both are."""
+    if y.low is y.high:
+        a, b = x.low * y.low, x.high * y.low
+        return Interval(a, a) if x.low is x.high else Interval(torch.minimum(a, b), torch.maximum(a, b))
+    if x.low is x.high:
+        return times(y, x)
     a, b, c, d = x.low * y.low, x.low * y.high, x.high * y.low, x.high * y.high
     return Interval(torch.minimum(torch.minimum(a, b), torch.minimum(c, d)), torch.maximum(torch.maximum(a, b), torch.maximum(c, d)))
 
@@ -109,123 +98,12 @@ def widen(x: Interval, radius_low: torch.Tensor, radius_high: torch.Tensor) -> I
 
 def is_power_of_two(x: torch.Tensor) -> torch.Tensor:
     """True where multiplying and dividing by x is exact."""
-    return torch.frexp(x)[0].abs() == 0.5
+    return (binade(x) == x.abs()) & (x != 0)
 
 
-# ---------------------------------------------------------------------------------------------------------------- products over K
-
-
-def lowest_bit(x: torch.Tensor) -> torch.Tensor:
-    """Value of the lowest set bit of each float64; inf for 0, whose product contributes nothing. Subnormal float64 not supported."""
-    pattern = x.contiguous().view(torch.int64)
-    mantissa = (pattern & ((1 << 52) - 1)) | (1 << 52)
-    exponent = (pattern & (0x7FF << 52)).view(torch.float64)
-    lowest = (mantissa & -mantissa).to(torch.float64) * exponent * 2.0**-52
-    return torch.where(x == 0, torch.full_like(lowest, math.inf), lowest)
-
-
-def _spacing(magnitude: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Distance between neighbours of ``fmt`` at ``magnitude``: what any code in a wider interval is a multiple of."""
-    info = limits(fmt)
-    exponent = torch.frexp(magnitude)[1].to(torch.float64) - info.significand_bits
-    return torch.exp2(exponent).clamp_min(info.min_subnormal).masked_fill(magnitude == 0, info.min_subnormal)
-
-
-@dataclass(frozen=True, slots=True)
-class Operand:
-    """One side of a matrix product, [rows, K] float64: values middle +- radius on the grid of ``format``; radius None when exact.
-
-    lowest: every possible value is a multiple of it, inf where the value is 0; None for the INT32 accumulator, which does not ask.
-    """
-
-    middle: torch.Tensor
-    radius: torch.Tensor | None
-    magnitude: torch.Tensor
-    lowest: torch.Tensor | None
-    format: Format
-
-    def __getitem__(self, index: torch.Tensor | slice | tuple[slice, slice]) -> Operand:
-        radius = None if self.radius is None else self.radius[index]
-        lowest = None if self.lowest is None else self.lowest[index]
-        return Operand(self.middle[index], radius, self.magnitude[index], lowest, self.format)
-
-
-def operand(x: Interval, fmt: Format, accumulator: Accumulator) -> Operand:
-    """``x`` prepared for products; both ends lie on the grid of ``fmt``."""
-    lowest = None if accumulator is Accumulator.INT32 else lowest_bit(x.low)
-    if x.low is x.high:
-        return Operand(x.low, None, x.low.abs(), lowest, fmt)
-    middle, radius = (x.low + x.high) / 2.0, (x.high - x.low) / 2.0
-    magnitude = torch.maximum(x.low.abs(), x.high.abs())
-    smallest = torch.maximum(torch.maximum(x.low, -x.high), torch.zeros_like(middle))
-    lowest = None if lowest is None else torch.where(radius == 0, lowest, _spacing(smallest, fmt))
-    return Operand(middle, radius, magnitude, lowest, fmt)
-
-
-def _magnitude_ulp(bound: torch.Tensor) -> torch.Tensor:
-    """ulp of fp32 at ``bound``, as float64."""
-    return torch.exp2(torch.frexp(bound)[1].to(torch.float64) - 24.0)
-
-
-def _accumulation_error(a: Operand, w: Operand, total: torch.Tensor, size: torch.Tensor, accumulator: Accumulator) -> torch.Tensor:
-    """Bound on the error of accumulating sum_k a[m, k] * w[n, k]; ``size`` = sum of |products|, ``total`` = |sum| at most."""
-    terms = a.middle.shape[1]
-    if accumulator is Accumulator.INT32:  # tile sums are exact integers, so fp32 additions of them are exact below 2**24
-        partial = (size + total) / 2.0
-        tiles = -(-terms // _INT8_TILE)
-        return torch.where(partial < 2.0**24, torch.zeros_like(partial), (tiles - 1) * _magnitude_ulp(partial) / 2.0)
-    assert a.lowest is not None
-    assert w.lowest is not None
-    least = a.lowest.amin(1, keepdim=True) * w.lowest.amin(1)
-    partial = (size + total) / 2.0 * (1.0 + 2.0 * terms * U32)  # computed partial sums carry the error themselves
-    ulp = _magnitude_ulp(partial)
-    classical = terms * ulp if truncates(accumulator) else (terms - 1) * ulp / 2.0
-    if truncates(accumulator) or limits(a.format).significand_bits + limits(w.format).significand_bits <= 24:  # products are fp32 numbers
-        root_a, root_w = a.lowest.rsqrt(), w.lowest.rsqrt()
-        whole = torch.zeros_like(partial[:, :1])
-        if a.radius is not None:  # intervals around zero are multiples of next to nothing: counted whole, they do not drown their row
-            far = a.lowest * w.lowest.masked_fill(torch.isinf(w.lowest), 0.0).amax() < ulp.amin(1, keepdim=True) / 64.0
-            whole = far.sum(1, keepdim=True)
-            root_a = root_a.masked_fill(far, 0.0)
-        half = _LEMMA_HALF * ulp.pow(1.5) * (root_a @ root_w.T)
-        one = _LEMMA_ONE * ulp.square() * (root_a.square() @ root_w.square().T)
-        lemma = whole * ulp + torch.minimum(half, one)
-        error = torch.minimum(classical, lemma)
-    else:
-        error = classical + U32 * size  # and one rounding per product where it is not fused into the addition
-    return torch.where(least >= ulp, torch.zeros_like(error), error)
-
-
-def matmul(a: Operand, w: Operand, accumulator: Accumulator) -> Interval:
-    """Intervals of the accumulator after sum_k a[m, k] * w[n, k], [M, N]."""
-    centre = a.middle @ w.middle.T
-    size = a.magnitude @ w.magnitude.T
-    spread = torch.zeros_like(centre)
-    if a.radius is not None:
-        spread = spread + a.radius @ w.magnitude.T
-    if w.radius is not None:
-        spread = spread + a.middle.abs() @ w.radius.T
-    if accumulator in (Accumulator.TENSOR_CORE_FP8, Accumulator.TENSOR_CORE_FP8_ANY):
-        pull = truncation(a, w) if accumulator is Accumulator.TENSOR_CORE_FP8 else truncation_in_any_order(a, w)
-        return Interval(centre - spread - pull.down, centre + spread + pull.up)
-    radius = spread + _accumulation_error(a, w, centre.abs() + spread, size, accumulator)
-    return Interval(centre - radius, centre + radius)
-
-
-def scaled(x: Interval, a_scale: Interval | None, w_scale: torch.Tensor | None) -> Interval:
-    """An accumulator times the activation scale [M, 1] times the weight scale [N], in either order, each product rounded to fp32."""
-    if a_scale is not None and w_scale is not None:
-        x = times(x, a_scale)  # scales are not negative, and [M, 1] broadcasts
-        inexact = (~is_power_of_two(a_scale.low)).to(torch.float64) * (~is_power_of_two(w_scale)).to(torch.float64) * U32
-        x = widen(x, inexact * x.low.abs(), inexact * x.high.abs())
-        x = Interval(x.low * w_scale, x.high * w_scale)
-    elif a_scale is not None:
-        x = times(x, a_scale)
-    elif w_scale is not None:
-        x = Interval(x.low * w_scale, x.high * w_scale)
-    else:
-        return x
-    return store(x, Format.FP32)
+def ulp32(bound: torch.Tensor) -> torch.Tensor:
+    """ulp of fp32 at ``bound`` > 0, as float64; 2**-24 at 0."""
+    return (binade(bound) * 2.0**-23).masked_fill_(bound == 0, 2.0**-24)
 
 
 # --------------------------------------------------------------------------------------------------------------------- quantizers
@@ -250,10 +128,15 @@ def _scale_interval(amax: Interval, how: ActQuant) -> Interval:
 def _any_quotient(x: Interval, scale: Interval) -> Interval:
     """x / scale, scale >= 0 broadcasting; 0 where the scale is 0; widened by QUOTIENT unless the division is by one power of two."""
     zero = scale.high == 0
-    bottom = torch.where(scale.low == 0, scale.high, scale.low).masked_fill(zero, 1.0)
     top = scale.high.masked_fill(zero, 1.0)
-    low = torch.where(x.low >= 0, x.low / top, x.low / bottom).masked_fill(zero, 0.0)
-    high = torch.where(x.high >= 0, x.high / bottom, x.high / top).masked_fill(zero, 0.0)
+    if scale.low is scale.high:
+        bottom = top
+        low = (x.low / top).masked_fill_(zero, 0.0)
+        high = low if x.low is x.high else (x.high / top).masked_fill_(zero, 0.0)
+    else:
+        bottom = torch.where(scale.low == 0, scale.high, scale.low).masked_fill(zero, 1.0)
+        low = torch.minimum(x.low / top, x.low / bottom).masked_fill_(zero, 0.0)
+        high = torch.maximum(x.high / bottom, x.high / top).masked_fill_(zero, 0.0)
     inexact = torch.where((bottom == top) & is_power_of_two(top), 0.0, QUOTIENT)
     return widen(Interval(low, high), inexact * low.abs(), inexact * high.abs())
 
@@ -266,8 +149,8 @@ def _known_quotient(x: Interval, scale: Interval, amax: Interval | None, how: Ac
     factors = (None, None) if by_small is None or by_large is None else (expanded(by_small), expanded(by_large))
     if x.low is x.high and scale.low is scale.high:
         return exactly(quotient(x.low, small, factors[0]))
-    low = torch.where(x.low >= 0, quotient(x.low, large, factors[1]), quotient(x.low, small, factors[0]))
-    high = torch.where(x.high >= 0, quotient(x.high, small, factors[0]), quotient(x.high, large, factors[1]))
+    low = torch.minimum(quotient(x.low, large, factors[1]), quotient(x.low, small, factors[0]))
+    high = torch.maximum(quotient(x.high, small, factors[0]), quotient(x.high, large, factors[1]))
     return Interval(low, high)
 
 
@@ -332,8 +215,8 @@ def requantized_hull(before: Quantized, after: Quantized, fmt: Format) -> tuple[
 
 def _eleven_bits(x: torch.Tensor) -> torch.Tensor:
     """fp16's precision with an unbounded exponent."""
-    exponent = torch.frexp(x)[1]
-    return torch.ldexp(torch.round(torch.ldexp(x, 11 - exponent)), exponent - 11)
+    spacing = (binade(x) * 2.0**-10).clamp_min_(_TINY**2)
+    return torch.round(x / spacing).mul_(spacing)
 
 
 # -------------------------------------------------------------------------------------------------------------- activation, routing
@@ -393,7 +276,7 @@ def sum_over_slots(x: Interval, fmt: Format | None = None) -> Interval:
         return widen(total, error, error)
     if slots <= 2:
         return store(total, Format.FP32) if slots == 2 else total
-    ulp = _magnitude_ulp(size * (1.0 + 2.0 * slots * U32))
+    ulp = ulp32(size * (1.0 + 2.0 * slots * U32))
     ratio = x.low / ulp.unsqueeze(1)
     on_grid = ((x.low == x.high) & (ratio == torch.round(ratio))).all(1)
     error = torch.where(on_grid, torch.zeros_like(ulp), (slots - 1) * ulp / 2.0)

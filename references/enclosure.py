@@ -10,23 +10,20 @@ import torch
 from references.accumulators import Slices, slices, tf32
 from references.bounds import (
     Interval,
-    Operand,
     activation_interval,
     exactly,
-    matmul,
-    operand,
     quantize,
     router_weights,
-    scaled,
     store,
     sum_over_slots,
     times,
 )
 from references.formats import limits, round_to
 from references.gating import gated_interval, has_parameters
-from references.loading import LoadedExpert, Matrix
+from references.loading import LoadedExpert, Matrix, stacked
 from references.microscaling import nvfp4_hull
 from references.moe import Routing, reads_tf32, rows_of_each, scales_stored, static_rows
+from references.products import Operand, Routed, matmul, operand, scaled
 from references.vocabulary import Accumulator, Activation, ActQuant, Epilogue, Format, Recipe, RouterWeight, Swiglu
 
 Trace = Callable[[str, Interval], None]  # told what each step made, by name, before the rounding that stores it
@@ -42,8 +39,8 @@ def _store_through(x: Interval, formats: tuple[Format, ...]) -> Interval:
     return x
 
 
-def gemm(rows: Operand, a_scale: Interval | None, matrix: Matrix, accumulator: Accumulator) -> Interval:
-    """One expert's GEMM before bias and router weight, [R, N]: rows [R, K] against matrix [N, K].
+def gemm(codes: Operand, a_scale: Interval | None, matrix: Matrix, accumulator: Accumulator, routed: Routed) -> Interval:
+    """The GEMM of every row's expert before bias and router weight, [R, N]: codes [R, K] against ``matrix``, stacked [E, N, K].
 
     One scale per row and per output channel: a single accumulation over K, then the scales. Scales per 128 columns
     (fused_moe.py, fused_moe_kernel: one dot per 128 of K, times both scales, added to an fp32 accumulator, K ascending): the partial
@@ -51,15 +48,16 @@ def gemm(rows: Operand, a_scale: Interval | None, matrix: Matrix, accumulator: A
     """
     weights = _weights(matrix, accumulator)
     a_groups = 1 if a_scale is None else a_scale.low.shape[1]
-    w_groups = 1 if matrix.scale is None else matrix.scale.shape[1]
+    w_groups = 1 if matrix.scale is None else matrix.scale.shape[-1]
     if max(a_groups, w_groups) == 1:
-        return scaled(matmul(rows, weights, accumulator), a_scale, None if matrix.scale is None else matrix.scale[:, 0])
+        w_scale = None if matrix.scale is None else routed.each(matrix.scale[..., 0])
+        return scaled(matmul(codes, weights, accumulator, routed), a_scale, w_scale)
     total: Interval | None = None
     for g in range(max(a_groups, w_groups)):
-        columns = (slice(None), slice(g * matrix.width, (g + 1) * matrix.width))
-        column = (slice(None), slice(g, g + 1)) if a_groups > 1 else (slice(None), slice(0, 1))
-        w_scale = None if matrix.scale is None else matrix.scale[:, g if w_groups > 1 else 0]
-        part = scaled(matmul(rows[columns], weights[columns], accumulator), None if a_scale is None else a_scale[column], w_scale)
+        columns = (..., slice(g * matrix.width, (g + 1) * matrix.width))
+        a_own = None if a_scale is None else a_scale[(slice(None), slice(g, g + 1) if a_groups > 1 else slice(0, 1))]
+        w_own = None if matrix.scale is None else routed.each(matrix.scale[..., g if w_groups > 1 else 0])
+        part = scaled(matmul(codes[columns], weights[columns], accumulator, routed), a_own, w_own)
         total = part if total is None else store(Interval(total.low + part.low, total.high + part.high), Format.FP32)
     assert total is not None
     return total
@@ -73,58 +71,50 @@ def _expert_gemms(
     rows: Interval,
     how: ActQuant | None,
     static_scale: torch.Tensor | None,
-    matrices: list[Matrix],
-    routing: Routing,
+    matrix: Matrix,
+    routed: Routed,
     weights: Interval | None,
     recipe: Recipe,
     trace: Trace,
     name: str,
 ) -> Interval:
-    """All experts' GEMM over the flattened (token, slot) rows [M*k, K] -> stored result [M*k, N]."""
-    owner = routing.topk_ids.flatten()
-    codes, scale = _entering(rows, how, static_scale, owner)
+    """All experts' GEMM over the routed rows [R, K] -> stored result [R, N]; matrix: stacked [E, N, K]."""
+    codes, a_scale = _entering(rows, how, static_scale, routed)
     if how is None and reads_tf32(recipe):
-        codes = exactly(tf32(codes.low)) if codes.low is codes.high else Interval(tf32(codes.low), tf32(codes.high))
+        codes = codes.ends(tf32)
     trace(f"codes entering {name}", codes)
-    if scale is not None:
-        trace(f"activation scales of {name}", scale)
+    if a_scale is not None:
+        trace(f"activation scales of {name}", a_scale)
+    trace(f"codes of weights in {name}, by expert in use", Interval(matrix.low, matrix.high))
     stored = recipe.output if how is None else how.store or how.format
     prepared = operand(codes, stored, recipe.accumulator)
+    bare = replace(matrix, scale=None) if scales_stored(matrix, recipe) else matrix.multiplied_out()
+    x = gemm(prepared, a_scale, bare, recipe.accumulator, routed)
+    trace(f"sums of {name}", x)
     in_fp32 = recipe.epilogue is Epilogue.FP32
-    low = rows.low.new_empty(rows.low.shape[0], matrices[0].codes.shape[0])
-    high = torch.empty_like(low)
-    for e, matrix in enumerate(matrices):
-        mine = (owner == e).nonzero().flatten()
-        if not mine.numel():
-            continue
-        trace(f"codes of expert {e}'s weights in {name}", Interval(matrix.low, matrix.high))
-        bare = replace(matrix, scale=None) if scales_stored(matrix, recipe) else matrix.multiplied_out()
-        a_scale = None if scale is None else scale[mine]
-        x = gemm(prepared[mine], a_scale, bare, recipe.accumulator)
-        trace(f"sums of {name} in expert {e}", x)
-        if matrix.bias is not None and in_fp32:
-            x = store(Interval(x.low + matrix.bias, x.high + matrix.bias), Format.FP32)
-        if weights is not None:
-            x = store(times(x, weights[mine]), Format.FP32)
-        if not in_fp32:
-            divided = None if recipe.split_store is None else slices(prepared[mine], _weights(bare, recipe.accumulator))
-            if divided is None:
-                x = _finished(_store_through(x, recipe.compute), matrix, recipe)
-            else:
-                x = _finished_in_slices(x, divided, a_scale, bare, matrix, recipe)
-        low[mine], high[mine] = x.low, x.high
-    trace(f"results of {name}, with bias and router weight", Interval(low, high))
-    return _store_through(Interval(low, high), recipe.compute) if in_fp32 else Interval(low, high)
+    if matrix.bias is not None and in_fp32:
+        bias = routed.each(matrix.bias)
+        x = store(Interval(x.low + bias, x.high + bias), Format.FP32)
+    if weights is not None:
+        x = store(times(x, weights), Format.FP32)
+    if in_fp32:
+        trace(f"results of {name}, with bias and router weight", x)
+        return _store_through(x, recipe.compute)
+    divided = None if recipe.split_store is None else slices(prepared, _weights(bare, recipe.accumulator), routed)
+    if divided is None:
+        x = _finished(_store_through(x, recipe.compute), matrix, recipe, routed)
+    else:
+        x = _finished_in_slices(x, divided, a_scale, bare, matrix, recipe, routed)
+    trace(f"results of {name}, with bias and router weight", x)
+    return x
 
 
-def _entering(
-    rows: Interval, how: ActQuant | None, static_scale: torch.Tensor | None, owner: torch.Tensor
-) -> tuple[Interval, Interval | None]:
+def _entering(rows: Interval, how: ActQuant | None, static_scale: torch.Tensor | None, routed: Routed) -> tuple[Interval, Interval | None]:
     """Codes and scales; the values themselves and no scale where they are multiplied out."""
     if how is None:
         return rows, None
     if how.per_expert:
-        return _entering_by_expert(rows, replace(how, per_expert=False), static_scale, owner)
+        return _entering_by_expert(rows, replace(how, per_expert=False), static_scale, routed)
     if not how.microscaled:
         return quantize(rows, how, static_scale)
     assert static_scale is not None
@@ -132,27 +122,25 @@ def _entering(
 
 
 def _entering_by_expert(
-    rows: Interval, how: ActQuant, static_scale: torch.Tensor | None, owner: torch.Tensor
+    rows: Interval, how: ActQuant, static_scale: torch.Tensor | None, routed: Routed
 ) -> tuple[Interval, Interval | None]:
-    parts = rows_of_each(owner)
-    quantized = [quantize(rows[mine], how, None if static_scale is None else static_scale[mine]) for mine in parts]
-    back = torch.cat(parts).argsort()
+    quantized = [quantize(rows[mine], how, None if static_scale is None else static_scale[mine]) for mine in routed.spans]
     codes, scale = (
-        Interval(torch.cat([each[which].low for each in quantized])[back], torch.cat([each[which].high for each in quantized])[back])
+        Interval(torch.cat([each[which].low for each in quantized]), torch.cat([each[which].high for each in quantized]))
         for which in (0, 1)
     )
     return codes, scale
 
 
-def _finished(x: Interval, matrix: Matrix, recipe: Recipe) -> Interval:
+def _finished(x: Interval, matrix: Matrix, recipe: Recipe, routed: Routed) -> Interval:
     """What is done to a stored result, and stored again."""
     fmt = recipe.compute[-1]
-    bias = None if matrix.bias is None else round_to(matrix.bias, fmt)
+    bias = None if matrix.bias is None else routed.each(round_to(matrix.bias, fmt))
     if recipe.epilogue is Epilogue.CHANNEL_STORED and matrix.scale is not None:
-        scale = matrix.scale[:, 0]
+        scale = routed.each(matrix.scale[..., 0])
         x = Interval(x.low * scale + (0.0 if bias is None else bias), x.high * scale + (0.0 if bias is None else bias))
     elif scales_stored(matrix, recipe) and matrix.scale is not None:
-        scale = matrix.scale[:, 0]
+        scale = routed.each(matrix.scale[..., 0])
         x = store(Interval(x.low * scale, x.high * scale), fmt)
         return x if bias is None else store(Interval(x.low + bias, x.high + bias), fmt)
     elif bias is not None:
@@ -162,17 +150,20 @@ def _finished(x: Interval, matrix: Matrix, recipe: Recipe) -> Interval:
     return store(x, fmt)
 
 
-def _finished_in_slices(x: Interval, divided: Slices, a_scale: Interval | None, bare: Matrix, matrix: Matrix, recipe: Recipe) -> Interval:
+def _finished_in_slices(
+    x: Interval, divided: Slices, a_scale: Interval | None, bare: Matrix, matrix: Matrix, recipe: Recipe, routed: Routed
+) -> Interval:
     """Each slice of K is stored, finished, and stored again, the first with the bias; then they are added in the stored format.
 
     x: the whole sum, with the scales of ``bare``. humming/epilogue/smem_writer.cuh and gmem_writer.cuh.
     """
     fmt = recipe.compute[-1]
     u, tiny = 2.0 ** -limits(fmt).significand_bits, limits(fmt).min_subnormal / 2.0
-    scale = matrix.scale[:, 0] if recipe.epilogue is Epilogue.CHANNEL_STORED and matrix.scale is not None else torch.ones(())
-    bias = torch.zeros(()) if matrix.bias is None else round_to(matrix.bias, fmt)
+    channel = recipe.epilogue is Epilogue.CHANNEL_STORED and matrix.scale is not None
+    scale = routed.each(matrix.scale[..., 0]) if channel and matrix.scale is not None else torch.ones(())
+    bias = torch.zeros(()) if matrix.bias is None else routed.each(round_to(matrix.bias, fmt))
     parts, sums = divided.parts, divided.sums
-    for factor in (None if a_scale is None else a_scale.high, None if bare.scale is None else bare.scale[:, 0]):
+    for factor in (None if a_scale is None else a_scale.high, None if bare.scale is None else routed.each(bare.scale[..., 0])):
         parts, sums = (parts, sums) if factor is None else (parts * factor, sums * factor)
     stored = (u * parts + tiny * divided.blocks) * scale
     finished = u * (parts * scale + bias.abs()) + tiny * divided.blocks
@@ -210,22 +201,26 @@ def enclose(
 ) -> Interval:
     """The layer's output on intervals, [M, H], before its last rounding to ``recipe.output``.
 
-    hidden_states [M, H] in the hidden dtype, known exactly. trace: told each step's intervals, in order.
+    hidden_states [M, H] in the hidden dtype, known exactly. trace: told each step's intervals, in order; (token, slot) rows expert by
+    expert.
     """
     tokens, top_k = routing.topk_ids.shape
+    parts = rows_of_each(routing.topk_ids.flatten())
+    order = torch.cat([rows for _, rows in parts])  # (token, slot) rows, expert by expert
+    owner = routing.topk_ids.flatten()[order]
+    routed, experts = Routed.of([len(rows) for _, rows in parts]), [loaded[e] for e, _ in parts]
     weights = router_weights(routing.topk_weights, len(loaded), recipe.router_weight_exact or routing.exact)
     trace("router weights", weights)
-    flat = Interval(weights.low.reshape(-1, 1), weights.high.reshape(-1, 1))
-    x = exactly(hidden_states.to(torch.float64))
+    flat = weights.ends(lambda end: end.reshape(-1, 1)[order])
+    x = exactly(hidden_states.to(torch.float64)[order // top_k])
     if recipe.router_weight is RouterWeight.INPUT:
         x = store(times(x, store(flat, recipe.output)), recipe.output)
-    every_slot = torch.arange(tokens).repeat_interleave(top_k)
     h13 = _expert_gemms(
-        x[every_slot],
+        x,
         recipe.a1,
-        static_rows([e.a1_scale for e in loaded], routing.topk_ids),
-        [e.w13 for e in loaded],
-        routing,
+        static_rows([e.a1_scale for e in loaded], owner),
+        stacked([e.w13 for e in experts]),
+        routed,
         flat if recipe.router_weight is RouterWeight.GEMM1 else None,
         recipe,
         trace,
@@ -234,20 +229,21 @@ def enclose(
     out = _expert_gemms(
         _activated(h13, activation, recipe, trace),
         recipe.a2,
-        static_rows([e.a2_scale for e in loaded], routing.topk_ids),
-        [e.w2 for e in loaded],
-        routing,
+        static_rows([e.a2_scale for e in loaded], owner),
+        stacked([e.w2 for e in experts]),
+        routed,
         flat if recipe.router_weight is RouterWeight.GEMM2 else None,
         recipe,
         trace,
         "GEMM 2",
     )
     if recipe.router_weight is RouterWeight.STORED:
-        factors = torch.tensor([e.router_factor for e in loaded], dtype=torch.float64)[routing.topk_ids.flatten()].unsqueeze(1)
+        factors = torch.tensor([e.router_factor for e in loaded], dtype=torch.float64)[owner].unsqueeze(1)
         given = flat if bool((factors == 1.0).all()) else store(Interval(flat.low * factors, flat.high * factors), Format.FP32)
         out = store(times(out, store(given, recipe.output)), recipe.output)
     if recipe.router_weight is RouterWeight.SUM:
         out = store(times(out, flat), Format.FP32)  # the exact product too, where it is fused into the addition
-    total = sum_over_slots(Interval(out.low.reshape(tokens, top_k, -1), out.high.reshape(tokens, top_k, -1)), recipe.slots_store)
+    back = order.argsort()
+    total = sum_over_slots(out.ends(lambda end: end[back].reshape(tokens, top_k, -1)), recipe.slots_store)
     trace("the sum over k", total)
     return total

@@ -142,19 +142,12 @@ def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
     return values[index]
 
 
-def _keep_bits(values: torch.Tensor, bits: int, rounding: Rounding) -> torch.Tensor:
-    """Round float64 to ``bits`` significand bits with unbounded exponent. Carries move into the exponent, as they should."""
-    drop = 53 - bits
-    half, mask = 1 << (drop - 1), -(1 << drop)
-    pattern = values.contiguous().view(torch.int64)
-    match rounding:
-        case Rounding.HALF_EVEN:
-            pattern = pattern + (half - 1) + ((pattern >> drop) & 1)
-        case Rounding.HALF_AWAY:
-            pattern = pattern + half
-        case Rounding.TOWARD_ZERO:
-            pass
-    return (pattern & mask).view(torch.float64)
+_EXPONENT = 0x7FF << 52
+
+
+def binade(values: torch.Tensor) -> torch.Tensor:
+    """2**floor(log2(|x|)) of each float64; 0 for 0 and for float64's subnormals, inf for infinities and NaN."""
+    return (values.contiguous().view(torch.int64) & _EXPONENT).view(torch.float64)
 
 
 def _integer(values: torch.Tensor, rounding: Rounding) -> torch.Tensor:
@@ -163,9 +156,20 @@ def _integer(values: torch.Tensor, rounding: Rounding) -> torch.Tensor:
             return torch.round(values)
         case Rounding.HALF_AWAY:
             whole = torch.trunc(values)  # not floor(|x| + 1/2): the sum itself may round up
-            return whole + torch.where((values - whole).abs() >= 0.5, torch.sign(values), torch.zeros_like(values))
+            return whole + torch.trunc(2.0 * (values - whole)).nan_to_num(0.0)
         case Rounding.TOWARD_ZERO:
             return torch.trunc(values)
+
+
+def spacing(values: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Distance between the neighbours of ``fmt`` in the binade of each float64, a power of two, with an unbounded exponent."""
+    return (binade(values) * 2.0 ** (1 - limits(fmt).significand_bits)).clamp_min_(limits(fmt).min_subnormal)
+
+
+def _on_grid(values: torch.Tensor, fmt: Format, rounding: Rounding) -> torch.Tensor:
+    """Finite ``values`` as whole multiples of the spacing there: dividing by a power of two and multiplying by it are exact."""
+    apart = spacing(values, fmt)
+    return _integer(values / apart, rounding).mul_(apart)
 
 
 def round_to(values: torch.Tensor, fmt: Format, rounding: Rounding = Rounding.HALF_EVEN) -> torch.Tensor:
@@ -179,18 +183,20 @@ def round_to(values: torch.Tensor, fmt: Format, rounding: Rounding = Rounding.HA
     if fmt is Format.FP32 and rounding is Rounding.HALF_EVEN:
         return values.to(torch.float32).to(torch.float64)  # IEEE conversion, the same rounding, faster
     info = limits(fmt)
-    normal = _keep_bits(values, info.significand_bits, rounding)
-    tiny = _integer(values / info.min_subnormal, rounding) * info.min_subnormal
-    rounded = torch.where(values.abs() < 2.0**info.min_exponent, tiny, normal)
+    rounded = _on_grid(values, fmt, rounding)
+    if not rounded.numel() or float(rounded.abs().amax()) <= info.max:  # a NaN is not
+        return rounded
     beyond = {Format.E4M3FN: float("nan"), Format.E2M1: info.max}.get(fmt, float("inf"))
-    rounded = torch.where(rounded.abs() > info.max, torch.copysign(torch.full_like(rounded, beyond), values), rounded)
+    over = ~(rounded.abs() <= info.max)  # also where an infinity made it a NaN
+    rounded = torch.where(over, torch.copysign(torch.full_like(rounded, beyond), values), rounded)
     return torch.where(torch.isnan(values), values, rounded)
 
 
 def saturate(values: torch.Tensor, fmt: Format, rounding: Rounding = Rounding.HALF_EVEN) -> torch.Tensor:
     """``values`` (float64) clamped to the finite range of ``fmt`` and put on its grid, float64: what a quantizer stores."""
     info = limits(fmt)
-    return round_to(values.clamp(info.min, info.max), fmt, rounding)
+    clamped = values.clamp(info.min, info.max)
+    return _integer(clamped, rounding) if fmt in _INTEGERS else _on_grid(clamped, fmt, rounding)
 
 
 def encode(values: torch.Tensor, fmt: Format, rounding: Rounding = Rounding.HALF_EVEN) -> torch.Tensor:

@@ -20,7 +20,7 @@ from references.scales import GROUP, expand, groups, over_columns
 from references.vocabulary import ActQuant, Format, GlobalScale, GroupScales, Layout, Recipe, W13Merge, WeightQuant
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from references.moe import Expert, Projection
 
@@ -65,7 +65,7 @@ class Matrix:
     def _scaled(self, codes: torch.Tensor) -> torch.Tensor:
         if self.scale is None:
             return codes
-        product = codes * over_columns(self.scale, self.width, codes.shape[1])
+        product = codes * over_columns(self.scale, self.width, codes.shape[-1])
         return product if self.store is None else round_to(round_to(product, Format.FP32), self.store)
 
 
@@ -81,6 +81,27 @@ class LoadedExpert:
     a1_scale: float | None
     a2_scale: float | None
     router_factor: float = 1.0
+
+
+def stacked(matrices: Sequence[Matrix]) -> Matrix:
+    """Matrices of one shape and kind as one, every tensor with a leading dimension E."""
+    first = matrices[0]
+    codes = torch.stack([matrix.codes for matrix in matrices])
+    exact = all(matrix.low is matrix.codes and matrix.high is matrix.codes for matrix in matrices)
+
+    def together(of: Callable[[Matrix], torch.Tensor | None]) -> torch.Tensor | None:
+        parts = [part for part in map(of, matrices) if part is not None]
+        return torch.stack(parts) if parts else None
+
+    return replace(
+        first,
+        codes=codes,
+        low=codes if exact else torch.stack([matrix.low for matrix in matrices]),
+        high=codes if exact else torch.stack([matrix.high for matrix in matrices]),
+        scale=together(lambda matrix: matrix.scale),
+        bias=together(lambda matrix: matrix.bias),
+        outer=together(lambda matrix: matrix.outer),
+    )
 
 
 def _row_scale(scale: torch.Tensor, layout: Layout, rows: int, cols: int) -> torch.Tensor:

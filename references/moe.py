@@ -16,6 +16,8 @@ from references.quantize import quantize_activations
 from references.vocabulary import Accumulator, Activation, ActQuant, Epilogue, Format, Layout, Recipe, RouterWeight, Swiglu
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from references.loading import LoadedExpert, Matrix
 
 
@@ -93,16 +95,18 @@ def entering(
     """``quantized_rows``, all or those of each expert (``owner`` [R]) by themselves, and TF32 where a tensor core reads fp32 rows."""
     if how is not None and how.per_expert:
         values = torch.empty_like(rows)
-        for mine in rows_of_each(owner):
+        for _, mine in rows_of_each(owner):
             values[mine] = quantized_rows(rows[mine], how, None if static_scale is None else static_scale[mine])
         return values
     values = quantized_rows(rows, how, static_scale)
     return tf32(values) if how is None and reads_tf32(recipe) else values
 
 
-def rows_of_each(owner: torch.Tensor) -> list[torch.Tensor]:
-    """Indices of the rows of each expert that has any; owner [R]."""
-    return [(owner == e).nonzero().flatten() for e in owner.unique().tolist()]
+def rows_of_each(owner: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+    """Every expert that has rows, ascending, and their indices; owner [R]."""
+    order = owner.argsort(stable=True)
+    used, counts = (each.tolist() for each in owner[order].unique_consecutive(return_counts=True))
+    return list(zip(used, order.split(counts), strict=True))
 
 
 def reads_tf32(recipe: Recipe) -> bool:
@@ -148,21 +152,10 @@ def forward(
     rows = x.repeat_interleave(top_k, 0)
     owner = routing.topk_ids.flatten()
     first = entering(rows, recipe.a1, recipe, static_rows([e.a1_scale for e in loaded], routing.topk_ids), owner)
-    used = [(e, (owner == e).nonzero().flatten()) for e in range(len(loaded))]
-    h13 = x.new_empty(tokens * top_k, loaded[0].w13.codes.shape[0])
-    for e, mine in used:
-        if mine.numel():
-            product = _gemm(first[mine], loaded[e].w13, recipe)
-            product = product * weights[mine] if recipe.router_weight is RouterWeight.GEMM1 else product
-            h13[mine] = _stored(product, loaded[e].w13, recipe)
+    h13 = _gemms(first, [e.w13 for e in loaded], owner, weights if recipe.router_weight is RouterWeight.GEMM1 else None, recipe)
     intermediate = round_to(_activated(h13, activation, recipe), recipe.activation_store)
     second = entering(intermediate, recipe.a2, recipe, static_rows([e.a2_scale for e in loaded], routing.topk_ids), owner)
-    out = x.new_empty(tokens * top_k, loaded[0].w2.codes.shape[0])
-    for e, mine in used:
-        if mine.numel():
-            product = _gemm(second[mine], loaded[e].w2, recipe)
-            product = product * weights[mine] if recipe.router_weight is RouterWeight.GEMM2 else product
-            out[mine] = _stored(product, loaded[e].w2, recipe)
+    out = _gemms(second, [e.w2 for e in loaded], owner, weights if recipe.router_weight is RouterWeight.GEMM2 else None, recipe)
     if recipe.router_weight is RouterWeight.STORED:
         factors = torch.tensor([e.router_factor for e in loaded], dtype=torch.float64)[owner].unsqueeze(1)
         out = round_to(out * round_to(weights * factors, hidden_format), hidden_format)
@@ -171,29 +164,47 @@ def forward(
     return out.reshape(tokens, top_k, -1)
 
 
-def _gemm(rows: torch.Tensor, matrix: Matrix, recipe: Recipe) -> torch.Tensor:
-    if scales_stored(matrix, recipe):
-        return rows @ matrix.codes.T
-    product = rows @ matrix.values().T
-    return product + matrix.bias if matrix.bias is not None and recipe.epilogue is Epilogue.FP32 else product
+def _gemms(
+    rows: torch.Tensor, matrices: Sequence[Matrix], owner: torch.Tensor, weights: torch.Tensor | None, recipe: Recipe
+) -> torch.Tensor:
+    """The GEMM of every row's expert with all that is done to its result, [R, K] -> [R, N]; owner [R], weights [R, 1]."""
+    parts = rows_of_each(owner)
+    after = scales_stored(matrices[0], recipe)
+    read = {e: matrices[e].codes if after else matrices[e].values() for e, _ in parts}
+    back = torch.cat([mine for _, mine in parts]).argsort()
+    product = torch.cat([rows[mine] @ read[e].T for e, mine in parts])[back]
+    bias = _of_rows([matrix.bias for matrix in matrices], owner)
+    if bias is not None and recipe.epilogue is Epilogue.FP32:
+        product = product + bias
+    if weights is not None:
+        product = product * weights
+    scale = _of_rows([matrix.scale for matrix in matrices], owner) if after else None
+    return _stored(product, None if scale is None else scale[..., 0], bias, recipe)
+
+
+def _of_rows(of_experts: Sequence[torch.Tensor | None], owner: torch.Tensor) -> torch.Tensor | None:
+    given = [each for each in of_experts if each is not None]
+    assert len(given) in (0, len(of_experts))
+    return torch.stack(given)[owner] if given else None
 
 
 def scales_stored(matrix: Matrix, recipe: Recipe) -> bool:
     """Whether the weight scale multiplies the stored result."""
     if recipe.epilogue is Epilogue.CHANNEL_THEN_BIAS:
-        return matrix.scale is not None and matrix.scale.shape[1] == 1 and matrix.store is None
+        return matrix.scale is not None and matrix.scale.shape[-1] == 1 and matrix.store is None
     return recipe.epilogue is Epilogue.CHANNEL_STORED
 
 
-def _stored(product: torch.Tensor, matrix: Matrix, recipe: Recipe) -> torch.Tensor:
+def _stored(product: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None, recipe: Recipe) -> torch.Tensor:
+    """scale: what multiplies the stored result."""
     fmt = recipe.compute[-1]
     product = round_through(product, recipe.compute)
-    bias = None if matrix.bias is None else round_to(matrix.bias, fmt)
+    bias = None if bias is None else round_to(bias, fmt)
     match recipe.epilogue:
-        case Epilogue.CHANNEL_STORED if matrix.scale is not None:
-            return round_to(product * matrix.scale[:, 0] + (0.0 if bias is None else bias), fmt)
-        case Epilogue.CHANNEL_THEN_BIAS if scales_stored(matrix, recipe) and matrix.scale is not None:
-            product = round_to(product * matrix.scale[:, 0], fmt)
+        case Epilogue.CHANNEL_STORED if scale is not None:
+            return round_to(product * scale + (0.0 if bias is None else bias), fmt)
+        case Epilogue.CHANNEL_THEN_BIAS if scale is not None:
+            product = round_to(product * scale, fmt)
             return product if bias is None else round_to(product + bias, fmt)
         case Epilogue.BIAS_STORED | Epilogue.CHANNEL_THEN_BIAS if bias is not None:
             return round_to(product + bias, fmt)

@@ -15,8 +15,8 @@ def groups(size: int, width: int = GROUP) -> int:
 
 
 def over_columns(scale: torch.Tensor, width: int, cols: int) -> torch.Tensor:
-    """Scales per group of ``width`` columns, [rows, groups] -> [rows, cols]; a single one stays [rows, 1]."""
-    return scale if scale.shape[1] == 1 else scale.repeat_interleave(width, 1)[:, :cols]
+    """Scales per group of ``width`` columns, [..., rows, groups] -> [..., rows, cols]; a single one stays [..., rows, 1]."""
+    return scale if scale.shape[-1] == 1 else scale.repeat_interleave(width, -1)[..., :cols]
 
 
 def scale_shape(layout: Layout, rows: int, cols: int) -> tuple[int, ...]:

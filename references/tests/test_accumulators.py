@@ -7,11 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from references import enclosure
-from references.accumulators import FP8_FRACTION_BITS, FP8_STEP, slices, tf32
-from references.bounds import Interval, exactly, matmul, operand
+from references.accumulators import FP8_FRACTION_BITS, FP8_STEP, tf32
+from references.bounds import Interval, exactly
 from references.formats import saturate, torch_dtype
 from references.loading import Matrix
+from references.products import operand
+from references.tests.one_matrix import finished, finished_in_slices, gemm, matmul, slices
 from references.vocabulary import Accumulator, Epilogue, Format, Recipe
 
 SEEDS = st.integers(0, 2**31)
@@ -172,8 +173,7 @@ def sliced(
     rows = operand(exactly(a), fmt, how.accumulator)
     divided = slices(rows, operand(exactly(w), Format.INT8, how.accumulator))
     assert divided is not None
-    x = enclosure.gemm(rows, None, bare, how.accumulator)
-    return enclosure._finished_in_slices(x, divided, None, bare, matrix, how), a, w, scale, bias, how
+    return finished_in_slices(gemm(rows, bare, how.accumulator), divided, bare, matrix, how), a, w, scale, bias, how
 
 
 @pytest.mark.parametrize("epilogue", [Epilogue.CHANNEL_STORED, Epilogue.BIAS_STORED])
@@ -183,8 +183,7 @@ def test_slices_do_not_stay_inside_the_bound_of_one_block(epilogue: Epilogue) ->
     bare = Matrix(
         codes=w, low=w, high=w, format=Format.INT8, scale=None if epilogue is Epilogue.CHANNEL_STORED else scale[:, None], bias=bias
     )
-    x = enclosure.gemm(operand(exactly(a), Format.BF16, how.accumulator), None, bare, how.accumulator)
-    whole = enclosure._finished(enclosure._store_through(x, how.compute), matrix, how)
+    whole = finished(gemm(operand(exactly(a), Format.BF16, how.accumulator), bare, how.accumulator), matrix, how)
     assert not holds(whole, in_slices(a, w, scale, bias, how, [128, 256, 384]).double())
 
 
@@ -202,7 +201,7 @@ def test_slices_that_cancel_keep_the_errors_of_both_their_roundings() -> None:
     rows = operand(exactly(a), Format.FP16, how.accumulator)
     divided = slices(rows, operand(exactly(w), Format.INT8, how.accumulator))
     assert divided is not None
-    interval = enclosure._finished_in_slices(enclosure.gemm(rows, None, bare, how.accumulator), divided, None, bare, matrix, how)
+    interval = finished_in_slices(gemm(rows, bare, how.accumulator), divided, bare, matrix, how)
     found = in_slices(a, w, scale, bias, how, [128]).double()
     assert holds(interval, found)
     exact = (a @ w.T) * scale

@@ -9,18 +9,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from references import bounds
+from references import bounds, products
 from references.activations import SIMPLE, function
-from references.bounds import Interval, exactly, matmul, router_weights, scaled, store, sum_over_slots, times
+from references.bounds import Interval, exactly, router_weights, store, sum_over_slots, times
 from references.formats import limits, saturate, torch_dtype
+from references.products import Operand, lowest_bit, scaled
+from references.tests.one_matrix import matmul
 from references.vocabulary import Accumulator, Activation, Format
 
 SEEDS = st.integers(0, 2**31)
 ACCUMULATED = (Format.INT8, Format.E4M3FN, Format.E5M2, Format.BF16, Format.FP16, Format.FP32)
 
 
-def operand(x: Interval, fmt: Format) -> bounds.Operand:
-    return bounds.operand(x, fmt, Accumulator.FP32)
+def operand(x: Interval, fmt: Format) -> Operand:
+    return products.operand(x, fmt, Accumulator.FP32)
 
 
 def generator(seed: int) -> torch.Generator:
@@ -126,7 +128,7 @@ def test_fp8_accumulation_is_nearly_exact_and_the_bound_knows() -> None:
     products = a[:, None, :] * w[None, :, :]
     ulp = torch.exp2(torch.floor(torch.log2((products.abs().sum(-1) + products.sum(-1).abs()) / 2)) - 23)
     radius = (interval.high - interval.low) / 2 / ulp
-    lowest = bounds.lowest_bit(products)
+    lowest = lowest_bit(products)
     lemma = (ulp.unsqueeze(-1) - lowest).clamp_min(0).sum(-1) / ulp
     assert (radius >= lemma - 1e-9).all()
     assert float(radius.median()) < 2.0
@@ -160,9 +162,9 @@ def test_an_interval_around_zero_may_hold_the_smallest_subnormal(fmt: Format) ->
 def test_the_lowest_bit_divides_the_value(x: float, drop: int) -> None:
     value = torch.tensor([x], dtype=torch.float64)
     value = (value.view(torch.int64) & -(1 << drop)).view(torch.float64)
-    lowest = float(bounds.lowest_bit(value))
+    lowest = float(lowest_bit(value))
     assert (float(value) / lowest) % 2 == 1.0  # an odd multiple
-    assert math.isinf(float(bounds.lowest_bit(torch.zeros(1, dtype=torch.float64))))
+    assert math.isinf(float(lowest_bit(torch.zeros(1, dtype=torch.float64))))
 
 
 # ------------------------------------------------------------------------------------------------------------ elementwise fp32 steps

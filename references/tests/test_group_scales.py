@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from references import enclosure
-from references.bounds import exactly, operand
+from references.bounds import exactly
+from references.enclosure import enclose
 from references.formats import decode, torch_dtype
 from references.kernel_layout import for_kernel, integers
 from references.loading import Matrix, load
 from references.moe import Expert, Projection, Routing, forward
+from references.products import operand
+from references.tests.one_matrix import finished, gemm
 from references.vocabulary import (
     Accumulator,
     Activation,
@@ -91,8 +93,7 @@ def test_a_channel_scale_then_a_bias_each_round_the_stored_result(bias: torch.Te
     kernel = (rows.float() @ made.codes.float().T).to(BF16) * made.scale[:, 0].to(BF16)
     kernel = kernel if bias is None else kernel + bias.to(BF16)
     prepared = operand(exactly(rows.double()), Format.BF16, how.accumulator)
-    x = enclosure.gemm(prepared, None, replace(made, scale=None), how.accumulator)
-    x = enclosure._finished(enclosure._store_through(x, how.compute), made, how)
+    x = finished(gemm(prepared, replace(made, scale=None), how.accumulator), made, how)
     assert bool(((x.low <= kernel.double()) & (kernel.double() <= x.high)).all())
     whole = (rows.double() @ made.codes.T) * made.scale[:, 0] + (0.0 if bias is None else bias.double())
     assert bool((whole.to(BF16).double() < x.low).any() | (whole.to(BF16).double() > x.high).any())  # one rounding is not three
@@ -131,7 +132,7 @@ def test_a_global_scale_meets_sums_or_the_router_weight(where: GlobalScale, plac
     loaded = load(experts, how)
     routing = Routing(topk_ids=ids, topk_weights=weights.double(), exact=True)
     answer = forward(loaded, x, routing, Activation.RELU2_NO_MUL, how)[:, 0]
-    bounds = enclosure.enclose(loaded, x, routing, Activation.RELU2_NO_MUL, how)
+    bounds = enclose(loaded, x, routing, Activation.RELU2_NO_MUL, how)
     for token, e in enumerate(ids.flatten().tolist()):
         up, down = experts[e].up, experts[e].down
         assert up.global_scale is not None
