@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cases.axes import Routing
 from cases.batch import Batch, make_batch
 from cases.checkpoint import Checkpoint, make_checkpoint
 from harness import judge
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 PATTERNS = (0x00, 0xFF, 0x7F)  # zero; NaN of every float and -1; the largest bf16 and fp32, NaN of e4m3
 RUNS = 20
 _FACTOR = 2.0
+_SWAPPED_SIZES = ((1, 256, 128), (2, 256, 256), (8, 512, 128), (16, 256, 384), (33, 256, 128))  # M, H, I: whole blocks and groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,28 +150,47 @@ def compiled_scales(place: Place) -> Iterator[Broken]:
 
 
 def swapped_operands(place: Place) -> Iterator[Broken]:
-    """The small batch with operands swapped; against the same tiles unswapped (Triton) or a batch too large to swap (CUTLASS).
+    """Small batches with operands swapped; against the same tiles unswapped (Triton) or a batch too large to swap (CUTLASS).
 
-    Other tensor-core instructions round FP8 sums differently, so bits may differ where both results are honest.
+    The pair's own sizes and others: more or fewer rows, tiles of N, steps of K. Other tensor-core instructions round FP8 sums differently,
+    so bits may differ where both results are honest.
     """
+    asked = [_swapped(each) for each in (place, *_other_sizes(place))]
+    if asked[0] is None:
+        raise OutOfReach("the operands were not swapped: that is Hopper's path, for small batches")
+    place.notes.append(f"operands swapped at {len([each for each in asked if each is not None])} of {len(asked)} sizes")
+    yield from itertools.chain.from_iterable(each for each in asked if each is not None)
+
+
+def _other_sizes(place: Place) -> Iterator[Place]:
+    for tokens, hidden, intermediate in _SWAPPED_SIZES:
+        case = replace(place.case, tokens=tokens, hidden=hidden, intermediate=intermediate, routing=Routing.BALANCED)
+        yield replace(place, case=case, checkpoint=make_checkpoint(case), batch=make_batch(case))
+
+
+def _swapped(place: Place) -> list[Broken] | None:
+    """None: vLLM does not swap the operands there."""
     loaded = place.load()
     with place.subject.operand_swaps(allowed=True) as seen:
         swapped = place.subject.run(loaded, place.batch).output
     if not any(seen):
-        raise OutOfReach("the operands were not swapped: that is Hopper's path, for small batches")
+        return None
     copies = -(-65 // (place.case.tokens * place.case.top_k)) if place.backend is Backend.CUTLASS else 1
     with place.subject.operand_swaps(allowed=copies > 1) as seen:
         straight = place.subject.run(loaded, repeat_tokens(place.batch, copies)).output
     if any(seen) or not seen:
         raise Vacuous("the operands were swapped in the run that should not swap them")
+    sizes = f"M{place.case.tokens} H{place.case.hidden} I{place.case.intermediate}"
+    found = []
     for copy in straight.chunk(copies):
-        broken = next(_same("operands swapped against not swapped", copy, swapped), None)
+        broken = next(_same(f"operands swapped against not swapped, {sizes}", copy, swapped), None)
         if broken is None:
             continue
         allowed = {place.honest(swapped), place.honest(copy)}
         if len(allowed) == 2:
-            yield broken
+            found.append(broken)
         place.notes.append(f"{broken}; {'each is allowed' if allowed == {True} else 'neither is allowed, which the pair itself tells'}")
+    return found
 
 
 def repeated_runs(place: Place) -> Iterator[Broken]:

@@ -75,6 +75,13 @@ def test_a_device_that_never_swaps_is_out_of_reach() -> None:
     assert ask(DeviceCheck.SWAPPED_OPERANDS, FakeDevice(swaps=False)).outcome is Outcome.UNAVAILABLE
 
 
+def test_operands_are_swapped_at_other_sizes_too() -> None:
+    assert ask(DeviceCheck.SWAPPED_OPERANDS, FakeDevice()).detail == "operands swapped at 6 of 6 sizes"
+    broken = ask(DeviceCheck.SWAPPED_OPERANDS, FakeDevice(Planted.SWAPPED_ROWS)).detail.splitlines()
+    assert len(broken) == 6
+    assert "M16 H256 I384: 1 elements differ" in broken[4]
+
+
 def test_a_bit_that_the_reference_allows_is_noted_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_asked.Place, "honest", lambda self, output: True)
     told = ask(DeviceCheck.SWAPPED_OPERANDS, FakeDevice(Planted.SWAPPED_ROWS))
