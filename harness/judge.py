@@ -25,6 +25,7 @@ from references.vocabulary import Recipe
 
 EXPLAINS = 0.2  # a fault that leaves more than a fifth of the deviation unexplained names nothing
 HALVES = 0.5  # a factor is established by its own statistics: it names the deviation when it is the larger part of it
+NEAR = 0.75  # a fault that takes away a quarter of the deviation is named as the nearest
 _RUNNERS_UP = 2
 _SEEN_TOGETHER = (  # one of the first and one of the second
     (Fault.BIAS_DROPPED, Fault.BIAS_NOT_PERMUTED, Fault.BIAS_READ_AS_16_BITS),
@@ -99,7 +100,7 @@ def judge(
         pattern=where,
         gains=_gains(measured, flagged),
         fits=fits,
-        signature=_fault_signature(fits, inputs, answer, comparison) or _gain_signature(answer, actual, flagged) or "UNEXPLAINED",
+        signature=_fault_signature(fits, inputs, answer, comparison) or _gain_signature(answer, actual, flagged) or _nearest(fits),
     )
 
 
@@ -193,6 +194,11 @@ def _fault_signature(fits: tuple[FaultFit, ...], inputs: Inputs, answer: Answer,
         every = affected(Fault[best.fault], inputs, answer)
         return f"{best.fault}@{'all' if best.experts == every else ','.join(map(str, best.experts))}"
     return "NAN" if comparison.nan else "INF" if comparison.inf else ""
+
+
+def _nearest(fits: tuple[FaultFit, ...]) -> str:
+    """``UNEXPLAINED~FAULT`` where a fault is seen through roundings as large as itself, ``UNEXPLAINED`` where none is."""
+    return f"UNEXPLAINED~{fits[0].fault}" if fits and fits[0].residual <= NEAR else "UNEXPLAINED"
 
 
 def _gain_signature(answer: Answer, actual: torch.Tensor, flagged: tuple[Gain, ...]) -> str:

@@ -74,6 +74,9 @@ def test_what_no_fault_explains_is_said_so() -> None:
     noise = torch.randn(actual.shape, generator=torch.Generator().manual_seed(0))
     verdict = verdict_of((actual.float() + noise).half(), answer)
     assert verdict.signature == "UNEXPLAINED"
+    wrong = ran(Fault.W_SCALE_FLAT_INDEX)[0].float()
+    spread = (wrong - actual.float()).square().mean().sqrt() / 2.0  # half as large as the fault itself
+    assert verdict_of((wrong + noise * spread).half(), answer).signature == "UNEXPLAINED~W_SCALE_FLAT_INDEX"
     assert verdict.worst["actual"] != verdict.worst["expected"]
 
 
