@@ -1,19 +1,24 @@
 from __future__ import annotations
 
 import configparser
+import dataclasses
 import functools
 import itertools
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from cases.axes import ActScale, Entry, InvalidCase, Level, Origin
 from cases.case import MoECase, entry_takes
 from harness import lanes
 from harness.backends import SPECS, Backend, UnknownBackend, claimed, declared_refusal, experts_expected, has_entry, runs_default
 from harness.command_line import parser
+from harness.suite.options import OUT
 from references.vocabulary import Activation, CheckpointFormat, Format, Layout
 
 ROOT = Path(__file__).parents[2]
@@ -111,7 +116,23 @@ def test_lanes_are_the_backends_times_their_architectures() -> None:
     assert len({(lane["lane"], lane["architecture"]) for lane in include}) == len(include)
 
 
-def test_the_workflow_starts_what_lanes_prints() -> None:
+def test_the_workflow_starts_a_job_for_every_lane() -> None:
     text = (ROOT / ".github/workflows/nightly.yml").read_text()
-    assert "fromJSON(needs.lanes.outputs.matrix)" in text
-    assert "matrix.command" in text
+    workflow = yaml.safe_load(text)
+    assert set(workflow[True]) == {"schedule", "workflow_dispatch"}  # YAML 1.1 reads the key "on" as true
+    asked, lane = workflow["jobs"]["lanes"], workflow["jobs"]["lane"]
+    assert lane["needs"] == "lanes"
+    assert lane["strategy"] == {"fail-fast": False, "matrix": "${{ fromJSON(needs.lanes.outputs.matrix) }}"}
+    assert asked["outputs"]["matrix"] == "${{ steps.lanes.outputs.matrix }}"
+    assert any(step.get("id") == "lanes" and "tox run -q -e lanes" in step["run"] for step in asked["steps"])
+    assert "python3 -m ${{ matrix.command }}" in [step.get("run") for step in lane["steps"]]
+    assert "${{ matrix.architecture }}" in lane["runs-on"]
+    assert [step["with"]["path"] for step in lane["steps"] if step.get("if") == "always()"] == [f"{OUT}/"]
+    assert set(re.findall(r"matrix\.(\w+)", text)) <= {field.name for field in dataclasses.fields(lanes.Lane)}
+
+
+def test_lanes_are_printed_where_nothing_but_the_workflow_installs_is_installed() -> None:
+    absent = "import sys; sys.modules.update(dict.fromkeys(('torch', 'numpy', 'vllm', 'triton', 'jinja2')));"
+    command = [sys.executable, "-c", f"{absent} from harness.cli import main; main(['lanes', '--level', 'smoke'])"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert printed.stdout.strip() == lanes.matrix(Level.SMOKE), printed.stderr
