@@ -22,7 +22,6 @@ from references.vocabulary import (
     Epilogue,
     Format,
     GlobalScale,
-    GroupScales,
     Layout,
     Quotient,
     Recipe,
@@ -105,7 +104,7 @@ def _marlin(recipe: Recipe, case: MoECase) -> Recipe:
 
 def _humming(recipe: Recipe, case: MoECase, backend: Backend) -> Recipe:
     """16-bit activations wherever scales are grouped and Humming may choose; W4A8 has FP8 ones by name, and 8-bit integers cannot meet the
-    FP8 ones that humming-a8 asks for, but INT8 ones. Groups of 8-bit products are scaled in fp32, or by integers."""
+    FP8 ones that humming-a8 asks for, but INT8 ones. Sums of groups of 8-bit products are scaled and added in fp32."""
     weight_only = replace(
         _weight_only(recipe, case, "humming"),
         gate_store=None,
@@ -131,7 +130,6 @@ def _humming(recipe: Recipe, case: MoECase, backend: Backend) -> Recipe:
         activation_store=Format.FP32,
         accumulator=Accumulator.INT32 if int8 else Accumulator.TENSOR_CORE_FP8_ANY,
         weight_store=None,
-        group_scales=GroupScales.INTEGERS if int8 else GroupScales.AS_STORED,
         split_store=split(case, 3),
     )
     return placed(quantized, RouterWeight.SUM)
@@ -150,7 +148,7 @@ def _cutlass_w4a8(recipe: Recipe, case: MoECase) -> Recipe:
             activation_store=case.dtype,
             accumulator=Accumulator.TENSOR_CORE_FP8,
             weight_store=Format.E4M3FN,
-            group_scales=GroupScales.FP8_OF_ROW,
+            weight_scale_fp8=True,
         ),
         RouterWeight.SUM,
     )

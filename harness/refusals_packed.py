@@ -36,7 +36,6 @@ def _asymmetric_ct(case: MoECase, *weights: Format) -> bool:
 
 
 # the layer loads; its first forward raises
-_INTERPRETED = "'Tensor' object has no attribute 'untyped_storage'"
 _UNSAID = r"^AssertionError: ?$"
 _NO_KERNEL = "Invalid thread config"
 
@@ -96,12 +95,6 @@ _LINES: tuple[tuple[When, str, str, bool], ...] = (
         lambda c, lane: lane in _TRITON and family(c) is Family.MXFP8,
         "does not support current device",
         "Triton's MXFP8 kernels are for ROCm",
-        True,
-    ),
-    (
-        lambda c, lane: lane == "interpreter" and c.activation is Activation.SWIGLUOAI and family(c) is Family.MXFP4,
-        _INTERPRETED,
-        "Triton's interpreter does not take the tensors that triton_kernels wraps",
         True,
     ),
     (
@@ -206,6 +199,12 @@ _LINES: tuple[tuple[When, str, str, bool], ...] = (
         True,
     ),
     # FlashInfer, CUTLASS, DeepGEMM
+    (
+        lambda c, lane: lane == "cutlass" and family(c) is Family.W4A8 and c.dtype is not Format.BF16,
+        r"does not support torch\.float16 input/output dtype",
+        "CUTLASS W4A8 experts take bf16 hidden states",
+        True,
+    ),
     (
         lambda c, lane: lane == "cutlass" and family(c) is Family.W4A8 and not c.activation.gated,
         "no act_and_mul|does not support current device",
@@ -349,7 +348,7 @@ def refusal(case: MoECase, lane: str) -> Refusal | None:
     """The declared refusal of a packed case at the layer, None where the lane claims it."""
     for applies, says, reason, reasoned in _LINES:
         if applies(case, lane):
-            at_run = says in (_INTERPRETED, _UNSAID, _NO_KERNEL)
+            at_run = says in (_UNSAID, _NO_KERNEL)
             return Refusal(reason=reason, says=says, applies=_at_layer, reasoned=reasoned, at_run=at_run)
     return None
 

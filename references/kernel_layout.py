@@ -11,7 +11,7 @@ from references.accumulators import tf32
 from references.formats import round_to, saturate
 from references.quantize import dynamic_scale, quantize_activations, quantize_weights, symmetric
 from references.scales import GROUP, group_amax, groups, over_columns
-from references.vocabulary import Accumulator, ActQuant, Format, GroupScales, Layout, Quotient, Recipe, WeightQuant
+from references.vocabulary import Accumulator, ActQuant, Format, Layout, Quotient, Recipe, WeightQuant
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,7 @@ def for_kernel(matrix: Matrix, recipe: Recipe) -> Matrix:
         matrix = _quantized_again(matrix, recipe.weight_requant)
     if recipe.weight_scale_store is not None and matrix.scale is not None:
         matrix = replace(matrix, scale=round_to(matrix.scale, recipe.weight_scale_store))
-    if recipe.group_scales is GroupScales.FP8_OF_ROW and matrix.scale is not None:
+    if recipe.weight_scale_fp8 and matrix.scale is not None:
         matrix = _fp8_of_row(matrix, matrix.scale)
     if recipe.weight_store is not None and matrix.scale is not None and (recipe.weight_store_one_group or matrix.scale.shape[1] > 1):
         matrix = replace(matrix, store=recipe.weight_store)
@@ -41,19 +41,6 @@ def _fp8_of_row(matrix: Matrix, scale: torch.Tensor) -> Matrix:
     how = ActQuant(format=Format.E4M3FN, layout=Layout.TOKEN, dynamic=True, scale_floor=FP8_SCALE_FLOOR, quotient=Quotient.DIVIDE)
     quantized = quantize_activations(scale, how)
     return replace(matrix, scale=round_to(quantized.codes / 8.0, Format.E4M3FN), outer=quantized.scale * 8.0)
-
-
-def integers(matrices: list[Matrix]) -> list[Matrix]:
-    """The matrices of all experts with group scales of INTEGERS; humming/transform.py, process_int_weight_scale. Codes become products
-    with the integers, what is left is one scale."""
-    scales = [matrix.scale for matrix in matrices if matrix.scale is not None]
-    unit = round_to(torch.stack(scales).amax() / 1024.0, Format.FP32)
-    out = []
-    for matrix, scale in zip(matrices, scales, strict=True):
-        steps = torch.round(round_to(scale / unit, Format.FP32))
-        codes = matrix.codes * over_columns(steps, matrix.width, matrix.codes.shape[1])
-        out.append(replace(matrix, codes=codes, low=codes, high=codes, scale=unit.expand(codes.shape[0], 1)))
-    return out
 
 
 def _mapped(matrix: Matrix, step: Callable[[torch.Tensor], torch.Tensor]) -> Matrix:

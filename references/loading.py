@@ -14,10 +14,10 @@ import torch
 from references import mx_online
 from references.bounds import requantized_hull, weight_code_hull
 from references.formats import decode, round_to
-from references.kernel_layout import for_kernel, integers
+from references.kernel_layout import for_kernel
 from references.quantize import Quantized, quantize_weights, requantize_to_max
 from references.scales import GROUP, expand, groups, over_columns
-from references.vocabulary import ActQuant, Format, GlobalScale, GroupScales, Layout, Recipe, W13Merge, WeightQuant
+from references.vocabulary import ActQuant, Format, GlobalScale, Layout, Recipe, W13Merge, WeightQuant
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -218,9 +218,6 @@ def load(experts: Sequence[Expert], recipe: Recipe) -> tuple[LoadedExpert, ...]:
         w2, factor = _for_router(w2, recipe)
         w13, w2 = for_kernel(_w13(expert, recipe), recipe), for_kernel(w2, recipe)
         out.append(LoadedExpert(w13=w13, w2=w2, a1_scale=first[index], a2_scale=second[index], router_factor=factor))
-    if recipe.group_scales is GroupScales.INTEGERS:
-        pairs = zip(out, integers([e.w13 for e in out]), integers([e.w2 for e in out]), strict=True)
-        out = [replace(e, w13=w13, w2=w2) for e, w13, w2 in pairs]
     return tuple(out)
 
 

@@ -207,14 +207,6 @@ class W13Merge(StrEnum):
     REQUANTIZE_TO_MAX = "requantize_to_max"  # both halves requantized to max(gate, up); lossy, vLLM documents it
 
 
-class GroupScales(StrEnum):
-    """What making a kernel's layout does to the scales of groups."""
-
-    AS_STORED = "as_stored"
-    FP8_OF_ROW = "fp8_of_row"  # E4M3 numbers under one fp32 scale per row, which multiplies sums; both lossy, and so are their products
-    INTEGERS = "integers"  # multiples of 1 / 1024 of the layer's largest
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightQuant:
     """Online quantization of hidden-dtype weights: scale = max(amax / qmax, floor) over the layout's group."""
@@ -254,5 +246,5 @@ class Recipe:
     split_store: Format | None = None  # K may be divided among blocks, which add their results in this format; None: in fp32
     epilogue: Epilogue = Epilogue.FP32
     global_scale: GlobalScale = GlobalScale.GROUPS
-    group_scales: GroupScales = GroupScales.AS_STORED
+    weight_scale_fp8: bool = False  # group scales become E4M3 numbers under one fp32 scale per row, which multiplies sums
     slots_store: Format | None = None  # the k contributions are added in this format, in any order; None: in fp32

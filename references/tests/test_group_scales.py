@@ -10,7 +10,7 @@ import torch
 from references.bounds import exactly
 from references.enclosure import enclose
 from references.formats import decode, torch_dtype
-from references.kernel_layout import for_kernel, integers
+from references.kernel_layout import for_kernel
 from references.loading import Matrix, load
 from references.moe import Expert, Projection, Routing, forward
 from references.products import operand
@@ -21,7 +21,6 @@ from references.vocabulary import (
     Epilogue,
     Format,
     GlobalScale,
-    GroupScales,
     Layout,
     Recipe,
     RouterWeight,
@@ -55,7 +54,7 @@ def matrix(rows: int, groups: int, width: int) -> Matrix:
 
 def test_fp8_scales_of_a_row_are_what_torch_casts_to() -> None:
     made = matrix(5, 3, 128)
-    how = plain(group_scales=GroupScales.FP8_OF_ROW, weight_store=Format.E4M3FN)
+    how = plain(weight_scale_fp8=True, weight_store=Format.E4M3FN)
     held = for_kernel(made, how).multiplied_out()
     assert made.scale is not None
     row = (made.scale.float().amax(1, keepdim=True) / 448.0).clamp_min(1.0 / (448.0 * 512.0))
@@ -66,21 +65,6 @@ def test_fp8_scales_of_a_row_are_what_torch_casts_to() -> None:
     assert held.scale is not None
     assert torch.equal(held.scale, (row * 8.0).double())
     assert not torch.equal(held.codes, made.codes * eighths.double().repeat_interleave(128, 1))  # products do round
-
-
-def test_integer_scales_are_steps_of_the_largest_of_all_experts() -> None:
-    one = matrix(4, 2, 64)
-    assert one.scale is not None
-    made = [one, replace(one, scale=one.scale * 3.0)]
-    held = integers(made)
-    unit = float(torch.stack([m.scale for m in made if m.scale is not None]).max()) / 1024.0
-    for before, after in zip(made, held, strict=True):
-        assert before.scale is not None
-        steps = (before.scale.float() / unit).round()
-        assert torch.equal(after.codes, before.codes * steps.double().repeat_interleave(64, 1))
-        assert after.scale is not None
-        assert bool((after.scale == unit).all())
-    assert float(held[1].codes.abs().max()) > float(held[0].codes.abs().max())
 
 
 @pytest.mark.parametrize("bias", [None, torch.linspace(-2.0, 2.0, 6)])
