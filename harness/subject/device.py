@@ -30,11 +30,16 @@ def settle(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def share_memory() -> None:
-    """Let this process take its part of the GPU, so that the workers of one GPU do not exhaust it.
+def share() -> float:
+    """The part of the GPU's memory that is this process's: its workers' share alike.
 
     Each keeps a context of its own outside the allocator; a tenth of the memory is left for these.
     """
     workers = int(os.environ.get(WORKERS_ON_GPU, "1"))
-    if workers > 1:
-        torch.cuda.set_per_process_memory_fraction(0.9 / workers)
+    return 0.9 / workers if workers > 1 else 1.0
+
+
+def share_memory() -> None:
+    """Let this process take its part of the GPU, so that the workers of one GPU do not exhaust it."""
+    if share() < 1.0:
+        torch.cuda.set_per_process_memory_fraction(share())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from harness.subject import RunFailed, vllm_compat
+from harness.subject import RunFailed, device, vllm_compat
 from harness.subject.errors import verbatim
 from harness.subject.hygiene import pristine
 
@@ -155,6 +155,6 @@ def operand_swaps(allowed: bool) -> Iterator[list[bool]]:
 
 
 def free_bytes() -> int:
-    """Device memory this process may still take."""
-    free, _ = torch.cuda.mem_get_info()
-    return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    """Device memory this process may still take: what is free, of its own part."""
+    free, total = torch.cuda.mem_get_info()
+    return min(free + torch.cuda.memory_reserved(), int(total * device.share())) - torch.cuda.memory_allocated()
