@@ -12,48 +12,79 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from harness.verdict import Outcome
-from reports.records import Record, Status, merge, read_worker, worker_files
+from reports.records import KINDS, Record, Status, merge
 
 HEAD = (
     "lane",
-    "asked",
+    "pairs",
+    "other checks",
     "PASS",
     "refused as declared",
     "known upstream",
+    "unavailable",
     "new",
     "cut off",
     "margins: quartiles",
+    "pair: median",
     "load",
-    "run, compilation in it",
+    "first runs over second: compilation",
+    "second runs",
     "reference",
-    "median",
+    "other checks, compilation in them",
     "workers",
+    "GPUs",
 )
+_REFERENCE = ("make", "expect", "compare")
 
 
 def row(directory: Path) -> tuple[str, ...]:
-    """One run as cells of HEAD; seconds are sums over workers, the median is of one pair, all stages."""
+    """One run as cells of HEAD; seconds are sums over workers, the median is of one pair, all stages, the first use of a kernel in it."""
     records = merge(directory)
+    pairs = [record for record in records if record.kind == KINDS[0]]
+    others = [record for record in records if record.kind != KINDS[0]]
     outcomes = Counter(record.verdict.outcome for record in records)
-    margins = [r.verdict.margin for r in records if r.verdict.outcome is Outcome.PASS and not r.relation and r.verdict.margin is not None]
-    stages = {
-        name: sum(record.seconds.get(name, 0.0) for record in records) for name in ("load", "run", "make", "expect", "compare", "relation")
-    }
+    margins = [r.verdict.margin for r in pairs if r.verdict.outcome is Outcome.PASS and r.verdict.margin is not None]
+    again = sum(record.seconds.get("again", 0.0) for record in pairs)
+    compiled = sum(max(0.0, r.seconds["run"] - r.seconds["again"]) for r in pairs if {"run", "again"} <= r.seconds.keys())
+    workers = {(record.worker, record.environment.get("CUDA_VISIBLE_DEVICES", "")) for record in records}
     return (
-        records[0].backend,
-        str(len(records)),
+        records[0].backend if records else directory.name,
+        str(len(pairs)),
+        str(len(others)),
         str(outcomes[Outcome.PASS]),
         str(outcomes[Outcome.UNSUPPORTED]),
         str(sum(record.status is Status.KNOWN for record in records)),
-        str(sum(record.status is Status.NEW and not _cut_off(record) for record in records)),
+        str(outcomes[Outcome.UNAVAILABLE]),
+        str(sum(_new(record) for record in records)),
         str(sum(_cut_off(record) for record in records)),
         " ".join(f"{value:.2f}" for value in statistics.quantiles(margins)) if len(margins) > 1 else "",
-        f"{stages['load']:.0f} s",
-        f"{stages['run'] + stages['relation']:.0f} s",
-        f"{stages['make'] + stages['expect'] + stages['compare']:.0f} s",
-        f"{statistics.median(sum(record.seconds.values()) for record in records):.2f} s",
-        str(sum(read_worker(path).open_seconds is not None for path in worker_files(directory))),
+        f"{statistics.median(sum(record.seconds.values()) for record in pairs):.2f} s" if pairs else "",
+        f"{_total(pairs, 'load'):.0f} s",
+        f"{compiled:.0f} s",
+        f"{again:.0f} s",
+        f"{_total(pairs, *_REFERENCE):.0f} s",
+        f"{sum(sum(record.seconds.values()) for record in others):.0f} s",
+        str(len({worker for worker, _ in workers})),
+        str(len({gpu for _, gpu in workers if gpu})),
     )
+
+
+def _total(records: Sequence[Record], *stages: str) -> float:
+    return sum((record.seconds.get(stage, 0.0) for record in records for stage in stages), 0.0)
+
+
+def _new(record: Record) -> bool:
+    return record.status is Status.NEW and not _cut_off(record)
+
+
+def news(directories: Iterable[Path]) -> list[str]:
+    """What no ledger entry expects, a line each."""
+    return [
+        f"- {record.backend}: `{record.pair}`: {record.verdict.outcome} {record.verdict.signature}"
+        for directory in directories
+        for record in merge(directory)
+        if _new(record)
+    ]
 
 
 def _cut_off(record: Record) -> bool:
@@ -82,13 +113,15 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Both tables on standard output; 2 when no directory is given."""
+    """Tables and what is new on standard output; 2 when no directory is given."""
     directories = [Path(argument) for argument in arguments]
     if not directories:
         sys.stderr.write("lanes: name the directories of one or more runs\n")
         return 2
     lines = [*table(HEAD, map(row, directories)), ""]
     lines += [*table(("ledger entry", "records", "outcome", "one case"), ()), *faults(directories)]
+    if new := news(directories):
+        lines += ["", "New:", "", *new]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
 

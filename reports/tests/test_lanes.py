@@ -1,0 +1,69 @@
+"""Lanes beside each other, from records that are made here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.verdict import Outcome, Verdict
+from reports.lanes import HEAD, main, news, row
+from reports.records import Record, Recorder, Start, Status
+
+CASE = "e4m3fn-tensor-static-quark-silu-bf16-e4k2m8h128i64-balanced"
+
+
+def _recorded(directory: Path, worker: str, gpu: str, *told: tuple[str, str, Outcome, Status, dict[str, float]]) -> Recorder:
+    recorder = Recorder(directory, worker)
+    recorder.opened("stub", 2.0)
+    for relation, kind, outcome, status, seconds in told:
+        start = Start(
+            case=CASE,
+            entry="layer",
+            backend="marlin",
+            fields={},
+            environment={"CUDA_VISIBLE_DEVICES": gpu},
+            worker=worker,
+            relation=relation,
+            kind=kind,
+        )
+        verdict = Verdict(outcome=outcome, claim="a claim", margin=0.5, signature="" if outcome is Outcome.PASS else "BIAS_DROPPED")
+        ledger = "an-entry" if status is Status.KNOWN else ""
+        recorder.started(start)
+        recorder.finished(Record.of(start, verdict=verdict, status=status, seconds=seconds, ledger=ledger))
+    return recorder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    first = {"make": 1.0, "load": 2.0, "run": 8.0, "again": 3.0, "expect": 4.0}
+    second = {"make": 1.0, "load": 1.0, "run": 2.0, "again": 2.5}
+    _recorded(tmp_path, "gw0", "0", ("", "pair", Outcome.PASS, Status.CLEAN, first), ("", "pair", Outcome.MISMATCH, Status.KNOWN, second))
+    check = {"check": 7.0}
+    _recorded(
+        tmp_path,
+        "gw1",
+        "1",
+        ("far_rows", "device check", Outcome.UNAVAILABLE, Status.CLEAN, check),
+        ("repeated_runs", "device check", Outcome.NONDETERMINISTIC, Status.NEW, check),
+    ).started(Start(case=CASE, entry="layer", backend="marlin", fields={}, environment={}, worker="gw1"))
+    return tmp_path
+
+
+def test_a_run_is_a_row(run: Path) -> None:
+    cells = dict(zip(HEAD, row(run), strict=True))
+    assert (cells["lane"], cells["pairs"], cells["other checks"]) == ("marlin", "3", "2")
+    assert (cells["PASS"], cells["known upstream"], cells["unavailable"], cells["new"], cells["cut off"]) == ("1", "1", "1", "1", "1")
+    assert cells["first runs over second: compilation"] == "5 s"  # 8 - 3; a second run that took longer counts for nothing
+    assert (cells["load"], cells["second runs"], cells["reference"]) == ("3 s", "6 s", "6 s")
+    assert cells["other checks, compilation in them"] == "14 s"
+    assert (cells["workers"], cells["GPUs"]) == ("2", "2")
+
+
+def test_what_is_new_and_what_is_known_are_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert news([run]) == [f"- marlin: `repeated_runs:{CASE}[layer]`: NONDETERMINISTIC BIAS_DROPPED"]
+    assert main([str(run)]) == 0
+    printed = capsys.readouterr().out
+    assert f"| `an-entry` | marlin 1 | MISMATCH | `{CASE}` (layer) |" in printed
+    assert printed.rstrip().endswith(news([run])[0])
+    assert main([]) == 2
