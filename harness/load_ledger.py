@@ -27,3 +27,13 @@ def judge_loading(known: Ledger, verdict: Verdict, case: MoECase, backend: Backe
         if judged.issue.outcome is not Outcome.LOAD_ERROR or ended_early:
             return Judged(standing=Standing.CLEAN)
     return judged
+
+
+def judge_question(known: Ledger, verdict: Verdict, question: str, case: MoECase, backend: Backend) -> Judged:
+    """An entry about ``question:case`` is strict. A layer that cannot be loaded is known where the entry about the case says so."""
+    here = version("vllm") or ""
+    judged = known.judge(verdict, f"{question}:{case.id}", Entry.LAYER, backend, here)
+    if judged.issue is not None or verdict.outcome is not Outcome.LOAD_ERROR:
+        return judged
+    broad = known.judge(verdict, case.id, Entry.LAYER, backend, here)
+    return broad if broad.standing is Standing.KNOWN else judged

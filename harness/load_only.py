@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from cases.case import Entry, MoECase
 from cases.checkpoint import make_checkpoint
 from harness import judge
+from harness.load_stop import needs_gpu
 from harness.pipeline import PairResult
 from harness.refusals_architecture import classes, refusals
 from harness.subject import LoadFailed
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
     from harness.backends import Backend
     from harness.subject import Subject
 
-_NEEDS_GPU = re.compile(
-    r"compiled operator (\S+) has no CPU implementation in the interpreter lane"
-    r"|(Found no NVIDIA driver|tensor must be on gpu|device must be a cuda device|Input must be on CUDA device|weight must live on CUDA)"
-)
 _OWNERS = {"marlin": "Marlin", "deep_gemm": "DeepGemm"}  # operators of one backend alone are named after it, and so are its classes
 _EITHER = re.compile(r"TritonOr(\w+)")  # wrappers that choose per batch are named after the kernels that were asked for
 
@@ -50,8 +47,8 @@ def _raised(case: MoECase, backend: Backend, architecture: Architecture, error: 
     for refusal in refusals(case, backend, architecture):
         if refusal.matches(error.detail):
             return judge.refused(refusal, error.detail)
-    if needs := _NEEDS_GPU.search(error.detail):
-        extras["stops_at"] = stop = needs[1] or f"a tensor on the GPU ({needs[2]})"
+    if stop := needs_gpu(error.detail):
+        extras["stops_at"] = stop
         wanted = classes(case, backend, architecture)
         if (owner := next((name for name in _OWNERS if name in stop), None)) and not any(_OWNERS[owner] in name for name in wanted):
             return judge.wrong_class(f"{owner}'s {stop}", wanted)

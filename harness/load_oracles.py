@@ -11,7 +11,7 @@ import torch
 
 from cases.case import MoECase
 from harness.compare import show
-from harness.load_places import EVERY, Place, held, passed_over, places, region, rounded_up, shared
+from harness.load_places import EVERY, Place, held, passed_over, places, region, rounded_up, shared, turned
 from references.formats import torch_dtype
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Finding:
 def consumed(case: MoECase, checkpoint: Mapping[str, torch.Tensor], seen: Loading) -> Iterator[Finding]:
     """Every checkpoint tensor went into the parameter of its name."""
     for place in places(checkpoint):
-        if passed_over(case, place.kind):
+        if passed_over(case, place.kind) or (seen.ended and place.tensor not in seen.consumed):  # the last one sets conversion off
             continue
         names = {name.rpartition(".")[2] for name in seen.consumed.get(place.tensor, ())}
         if names != {place.parameter}:
@@ -81,13 +81,14 @@ def consumed(case: MoECase, checkpoint: Mapping[str, torch.Tensor], seen: Loadin
 
 def decoded(case: MoECase, checkpoint: Mapping[str, torch.Tensor], seen: Loading) -> Iterator[Finding]:
     """Before conversion each parameter holds the checkpoint's values, where they belong, and nothing besides."""
-    checkpoint = held(case, checkpoint)
+    checkpoint = held(case, checkpoint, seen.quant_method)
     mine = places(checkpoint)
     for place in mine:
         parameter, tensor = seen.before.get(place.parameter), checkpoint[place.tensor]
         if parameter is None:
             yield Finding(oracle=Oracle.NO_PLACE, what=place.kind, text=f"the layer has no parameter {place.parameter} for {place.tensor}")
             continue
+        parameter = turned(case, place.kind, parameter, seen.quant_method)
         try:
             there = region(parameter, place, tensor)
         except ValueError as error:

@@ -7,7 +7,8 @@ share one, [E]. Sizes that vLLM rounds up leave padding after each half's rows a
 ``gate_up_proj`` [E, 2*I, H] and ``down_proj`` [E, H, I] hold all experts, gate and up rows as they are.
 
 GPTQ and AWQ files are repacked as they are loaded where Triton reads them (``quantization/moe_wna16.py``): codes [N, K] as uint8, two to a
-byte along K when they have four bits, zero points likewise along N, scales [N, G].
+byte along K when they have four bits, zero points likewise along N, scales [N, G]. Elsewhere parameters lie as the file does, K first: gate
+columns first and up columns after.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ import torch
 from cases.case import MoECase, Origin
 from references.checkpoint_packed import BITS
 from references.packing import AWQ_ORDER, pack_nibbles, unpack_words
-from references.vocabulary import CheckpointFormat, Layout
+from references.vocabulary import CheckpointFormat, Format, Layout
 
 _NAME = re.compile(r"(?P<expert>\d+)\.(?P<projection>gate_proj|up_proj|down_proj)\.(?P<kind>.+)")
 
 
-_REPACKED = (CheckpointFormat.GPTQ, CheckpointFormat.AWQ)
+_K_FIRST = (CheckpointFormat.GPTQ, CheckpointFormat.AWQ)
+_TURNED = ("qweight", "qzeros", "scales")
+_REPACKS = "MoeWNA16Method"
 _SHARED = ("weight_shape",)
 _ALL_EXPERTS = ("gate_up_proj", "down_proj")
 EVERY = -1  # Place.expert of a tensor that holds all of them
@@ -85,15 +88,23 @@ def interleaved(case: MoECase) -> bool:
 
 def passed_over(case: MoECase, kind: str) -> bool:
     """Kinds that no layer is meant to take: the group of each column, which is in order, and zero points of symmetric codes."""
-    return case.checkpoint in _REPACKED and (kind == "g_idx" or (kind == "qzeros" and not case.weight.has_zero_point))
+    return case.checkpoint in _K_FIRST and (kind == "g_idx" or (kind == "qzeros" and not case.weight.has_zero_point))
 
 
-def held(case: MoECase, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What the layer's parameters hold of each checkpoint tensor, before conversion, under the checkpoint's names."""
+def held(case: MoECase, tensors: Mapping[str, torch.Tensor], quant_method: str) -> dict[str, torch.Tensor]:
+    """What the layer's parameters hold of each checkpoint tensor, before conversion, by its names; rows of the weight first."""
     taken = {name: tensor for name, tensor in tensors.items() if not passed_over(case, name.rpartition(".")[2])}
-    if case.checkpoint not in _REPACKED:
+    if case.checkpoint not in _K_FIRST:
         return taken
-    return {name: _repacked(case, name.rpartition(".")[2], tensor) for name, tensor in taken.items()}
+    if quant_method == _REPACKS:
+        return {name: _repacked(case, name.rpartition(".")[2], tensor) for name, tensor in taken.items()}
+    return {name: tensor.T if name.rpartition(".")[2] in _TURNED else tensor for name, tensor in taken.items()}
+
+
+def turned(case: MoECase, kind: str, parameter: torch.Tensor, quant_method: str) -> torch.Tensor:
+    """``parameter`` [E, N, ...] with rows of the weight first, whatever way it lies."""
+    as_filed = case.checkpoint in _K_FIRST and quant_method != _REPACKS and kind in _TURNED
+    return parameter.transpose(1, 2) if as_filed and parameter.dim() == 3 else parameter
 
 
 def _repacked(case: MoECase, kind: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -114,8 +125,11 @@ def _repacked(case: MoECase, kind: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rounded_up(case: MoECase) -> bool:
-    """Whether the method may hold padding: online blocks are made of whole ones (quantization/online/fp8.py, maybe_roundup_sizes)."""
-    return case.origin is Origin.ONLINE and case.weight_scale is Layout.BLOCK128
+    """Whether the method may hold padding: online blocks are made of whole ones (quantization/online/fp8.py, maybe_roundup_sizes), and
+    MXFP4 of what the backend asks (oracle/mxfp4.py, mxfp4_round_up_hidden_size_and_intermediate_size)."""
+    blocks = case.origin is Origin.ONLINE and case.weight_scale is Layout.BLOCK128
+    mxfp4 = case.weight is Format.E2M1 and case.weight_scale is Layout.GROUP32
+    return blocks or (mxfp4 and case.checkpoint is not CheckpointFormat.COMPRESSED_TENSORS)
 
 
 def region(parameter: torch.Tensor, place: Place, tensor: torch.Tensor) -> torch.Tensor:

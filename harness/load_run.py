@@ -11,8 +11,10 @@ from cases.bad_checkpoints import Bad
 from cases.case import Entry
 from cases.checkpoint import Checkpoint, make_checkpoint
 from harness import judge, load_expected, load_oracles, load_shards, load_views
+from harness.architectures import requested
 from harness.bad_run import run_bad
 from harness.load_oracles import CLAIMS, Finding, Oracle
+from harness.load_stop import needs_gpu
 from harness.loading import Question
 from harness.pipeline import PairResult
 from harness.refusals_architecture import declared
@@ -76,14 +78,21 @@ def _verdict(question: Question, found: list[Finding]) -> Verdict:
 def _loaded(
     case: MoECase, checkpoint: Checkpoint, backend: Backend, subject: WatchedLoading, extras: dict[str, object]
 ) -> Iterable[Finding]:
-    first, second = (subject.watch_loading(case, checkpoint, sentinel=sentinel) for sentinel in SENTINELS)
+    first, second = (subject.watch_loading(case, checkpoint, sentinel=sentinel, unfinished=True) for sentinel in SENTINELS)
     extras |= {"quant_method": first.quant_method, "converters": [handed.converter for handed in first.handed]}
-    yield from load_oracles.consumed(case, checkpoint.tensors, first)
-    yield from load_oracles.decoded(case, checkpoint.tensors, first)
-    yield from load_oracles.sentinels(first, second)
+    found = [
+        *load_oracles.consumed(case, checkpoint.tensors, first),
+        *load_oracles.decoded(case, checkpoint.tensors, first),
+        *load_oracles.sentinels(first, second),
+    ]
     if load_views.speaks_of(case):
-        yield from load_views.converted(case, load_expected.quantized(case, checkpoint, backend), first, backend)
-    yield from _unknown(case, checkpoint, subject)
+        found += load_views.converted(case, load_expected.quantized(case, checkpoint, backend), first, backend)
+    found += _unknown(case, checkpoint, subject)
+    if first.ended:
+        extras["stops_at"] = first.ended
+        if not found and not (requested() and needs_gpu(first.ended)):
+            raise LoadFailed(first.ended)
+    return found
 
 
 def _unknown(case: MoECase, checkpoint: Checkpoint, subject: WatchedLoading) -> Iterable[Finding]:
@@ -92,7 +101,7 @@ def _unknown(case: MoECase, checkpoint: Checkpoint, subject: WatchedLoading) -> 
     more = replace(checkpoint, tensors={UNKNOWN: some.flatten()[:1].reshape(1, 1).clone(), **checkpoint.tensors})
     kind = UNKNOWN.rpartition(".")[2]
     try:
-        seen = subject.watch_loading(case, more, sentinel=SENTINELS[0])
+        seen = subject.watch_loading(case, more, sentinel=SENTINELS[0], unfinished=True)
     except LoadFailed as error:
         if kind not in error.detail:
             text = f"the error over {UNKNOWN} does not name it: {error.detail}"

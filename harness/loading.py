@@ -31,7 +31,7 @@ class Question(StrEnum):
     SHARDED = "sharded"  # divided among ranks, each holds its part, and their outputs add up
 
 
-ASKED_ON = (Backend.INTERPRETER, Backend.TRITON)  # lanes whose layout of parameters the oracles know
+FURTHER_ON = (Backend.INTERPRETER, Backend.TRITON)  # lanes on which ranks and wrong checkpoints are asked: loaders are the same on all
 
 
 class Asked(NamedTuple):
@@ -48,16 +48,15 @@ class Asked(NamedTuple):
 
 def questions(level: Level, backend: Backend) -> tuple[Asked, ...]:
     """Every question of a level, in the generator's order. Smoke reads one directory of each scheme with a gate and one without."""
-    if backend not in ASKED_ON:
-        return ()
     every = about([Pair(*pair) for pair in pairs(level)])
+    further = (*sharded(level), *bad()) if backend in FURTHER_ON else ()
     if level is not Level.SMOKE:
-        return (*every, *memory(), *sharded(level), *bad())
+        return (*every, *memory(), *further)
     first: dict[Hashable, Asked] = {}
     for asked in every:
         first.setdefault((asked.question, *_kind(asked.pair.case)), asked)
     one = (Question.DIRECTORY, Question.STACKED)
-    return (*(asked for asked in every if asked.question not in one or asked in first.values()), *memory(), *sharded(level), *bad())
+    return (*(asked for asked in every if asked.question not in one or asked in first.values()), *memory(), *further)
 
 
 def memory() -> tuple[Asked, ...]:
@@ -114,10 +113,13 @@ def applies(question: Question, case: MoECase) -> bool:
 
 
 def chosen(options: Options) -> tuple[Asked, ...]:
-    """What a run asks: of its level, or of the cases named. A fake subject loads nothing. Raises Misuse."""
-    if options.subject != VLLM or options.entry not in (None, Entry.LAYER) or options.backend not in ASKED_ON:
+    """What a run asks: of its level, or of the cases named. A fake subject loads nothing; without the GPU, a layer can be asked only what
+    holds before its conversion ends. Raises Misuse."""
+    if options.subject != VLLM or options.entry not in (None, Entry.LAYER):
         return ()
-    if not options.cases:
-        return questions(options.level, options.backend)
-    named = list(options.pairs())
-    return (*about(named), *bad(frozenset(pair.case for pair in named)))
+    if options.cases:
+        named = list(options.pairs())
+        asked = (*about(named), *(bad(frozenset(pair.case for pair in named)) if options.backend in FURTHER_ON else ()))
+    else:
+        asked = questions(options.level, options.backend)
+    return tuple(each for each in asked if each.question is Question.LOADED) if options.loads_only else asked

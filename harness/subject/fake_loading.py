@@ -88,7 +88,15 @@ class FakeLoading:
         finally:
             self._shard = None
 
-    def watch_loading(self, case: MoECase, checkpoint: Checkpoint, *, depth: Depth = Depth.LAYER, sentinel: int | None = None) -> Loading:
+    def watch_loading(
+        self,
+        case: MoECase,
+        checkpoint: Checkpoint,
+        *,
+        depth: Depth = Depth.LAYER,
+        sentinel: int | None = None,
+        unfinished: bool = False,
+    ) -> Loading:
         """As harness/subject/loading.py says. Raises LoadFailed for a tensor of an unknown name."""
         fault = self._fault
         if self._shard is not None:

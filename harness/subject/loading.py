@@ -59,6 +59,7 @@ class Loading:
 
     consumed: checkpoint tensor -> the parameters that vLLM says it went into, in order; at layer depth only.
     before: the layer's state as process_weights_after_loading found it. after: its parameters as it left them.
+    ended: what vLLM raised while it converted, verbatim; then ``after`` is empty. Empty: nothing.
     """
 
     quant_method: str
@@ -67,6 +68,7 @@ class Loading:
     consumed: dict[str, tuple[str, ...]] = field(default_factory=dict)
     handed: tuple[Handed, ...] = ()
     allocated: Allocated | None = None
+    ended: str = ""
 
 
 @runtime_checkable
@@ -86,9 +88,18 @@ class ReadsDirectories(Protocol):
 class WatchedLoading(Protocol):
     """A subject whose loading can be watched."""
 
-    def watch_loading(self, case: MoECase, checkpoint: Checkpoint, *, depth: Depth = Depth.LAYER, sentinel: int | None = None) -> Loading:
+    def watch_loading(
+        self,
+        case: MoECase,
+        checkpoint: Checkpoint,
+        *,
+        depth: Depth = Depth.LAYER,
+        sentinel: int | None = None,
+        unfinished: bool = False,
+    ) -> Loading:
         """Load ``checkpoint`` once through the layer entry.
 
+        unfinished: what conversion raises at layer depth is not raised but returned, as ``Loading.ended``.
         sentinel: byte that uninitialised memory and every parameter is filled with before loading (a NaN where the dtype has one);
         None: memory is left alone and allocations are counted.
 

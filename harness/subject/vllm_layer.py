@@ -168,7 +168,15 @@ class VllmSubject:
                 return (vllm_batched if vllm_batched.loaded_here(loaded) else vllm_direct).run(loaded, batch)
             return self._run_layer(loaded.handle, batch)
 
-    def watch_loading(self, case: MoECase, checkpoint: Checkpoint, *, depth: Depth | None = None, sentinel: int | None = None) -> Loading:
+    def watch_loading(
+        self,
+        case: MoECase,
+        checkpoint: Checkpoint,
+        *,
+        depth: Depth | None = None,
+        sentinel: int | None = None,
+        unfinished: bool = False,
+    ) -> Loading:
         """Load once through the layer entry, watched; see harness/subject/loading.py.
 
         Raises:
@@ -180,7 +188,8 @@ class VllmSubject:
         where = {"backend": forced(case, self.backend), "device": self.device, "depth": depth or vllm_loading.Depth.LAYER}
         with pristine():
             quantization = partial(_quantization, backend=self.backend)
-            return vllm_loading.watch(case, checkpoint, quantization, sentinel=sentinel, asked=asked(case, self.backend), **where)
+            how = {"sentinel": sentinel, "unfinished": unfinished, "asked": asked(case, self.backend)}
+            return vllm_loading.watch(case, checkpoint, quantization, **how, **where)
 
     def load_directory(self, case: MoECase, checkpoint: Checkpoint, damage: Callable[[Path], None] | None = None) -> Loaded:
         """Read by vLLM's own loader from a directory to which ``damage`` was done.

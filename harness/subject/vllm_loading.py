@@ -55,6 +55,7 @@ def watch(
     depth: Depth,
     sentinel: int | None,
     asked: str | None,
+    unfinished: bool,
 ) -> Loading:
     """One loading, watched; see harness/subject/loading.py. ``quantization`` makes vLLM's quantization config at layer
     depth; ``asked`` is what ``--quantization`` says at the others.
@@ -92,9 +93,16 @@ def watch(
         experts = vllm_compat.experts_of(layer)
         fill_parameters(experts, sentinel)
         with watch_conversion(experts, count=sentinel is None) as seen:
-            consumed = _consume(layer, vllm_compat.as_models_hand_them(config_of_weights, checkpoint.tensors))
-            vllm_compat.finish_loading(layer, config)
-        return seen.loading(experts, consumed)
+            consumed: dict[str, tuple[str, ...]] = {}
+            ended = ""
+            try:
+                _consume(layer, vllm_compat.as_models_hand_them(config_of_weights, checkpoint.tensors), consumed)
+                vllm_compat.finish_loading(layer, config)
+            except Exception as error:
+                if not unfinished or not seen.before:
+                    raise
+                ended = verbatim(error)
+        return seen.loading(experts, consumed, ended)
 
 
 def from_directory(
@@ -109,17 +117,23 @@ def from_directory(
     return made.layer, made.config
 
 
-def _consume(layer: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, ...]]:
+def _consume(layer: torch.nn.Module, tensors: Mapping[str, torch.Tensor], consumed: dict[str, tuple[str, ...]]) -> None:
     """Load, and say which parameters each tensor went into: those named between its being taken and the next one's."""
-    consumed: dict[str, list[str]] = {name: [] for name in tensors}
     current = ""
+    into: list[str] = []
 
     def handed() -> Iterator[tuple[str, torch.Tensor]]:
         nonlocal current
         for name, tensor in tensors.items():
+            note()
             current = name
             yield name, tensor
 
+    def note() -> None:
+        if current:
+            consumed[current] = tuple(into)
+        into.clear()
+
     for parameter in layer.load_weights(handed()):
-        consumed[current].append(parameter)
-    return {name: tuple(parameters) for name, parameters in consumed.items()}
+        into.append(parameter)
+    note()

@@ -34,12 +34,13 @@ class Watched:
     handed: list[Handed] = field(default_factory=list)
     allocated: Allocated | None = None
 
-    def loading(self, experts: torch.nn.Module, consumed: dict[str, tuple[str, ...]] | None = None) -> Loading:
-        """Everything seen, once ``experts`` is loaded."""
+    def loading(self, experts: torch.nn.Module, consumed: dict[str, tuple[str, ...]] | None = None, ended: str = "") -> Loading:
+        """Everything seen, once ``experts`` is loaded; ended: what its conversion raised."""
         return Loading(
             quant_method=type(experts.quant_method).__name__,
             before=self.before,
-            after=copies(experts.named_parameters()),
+            after={} if ended else copies(experts.named_parameters()),
+            ended=ended,
             consumed=consumed or {},
             handed=tuple(self.handed),
             allocated=self.allocated,

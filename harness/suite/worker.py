@@ -14,7 +14,7 @@ from harness.architectures import ARCHITECTURES
 from harness.device_checks import DeviceCheck
 from harness.environment import PACKAGES, WITHOUT_VLLM, environment, version
 from harness.ledger import Judged, Ledger, Standing
-from harness.load_ledger import LOAD, judge_loading
+from harness.load_ledger import LOAD, judge_loading, judge_question
 from harness.loading import Question
 from harness.pairs import repeat
 from harness.relations import Relation
@@ -22,7 +22,7 @@ from harness.subject import HasModes, OnDevice, TakesViews
 from harness.subject.loading import Loads
 from harness.suite import subjects
 from harness.verdict import Outcome
-from reports.records import Record, Recorder, Start, Status, broke
+from reports.records import Record, Recorder, RecordsUnwritable, Start, Status, broke
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -117,6 +117,8 @@ class Worker:
             verdict, timings, extras = result.verdict, result.timings, result.extras
             if device_loss.may_concern_device(verdict):
                 verdict = self._device_verdict(verdict.detail) or verdict
+        except RecordsUnwritable:
+            raise
         except Exception as error:  # the device's, where its answer came late; else ours: recorded, then shown with its traceback
             text = f"{type(error).__name__}: {error}"
             told = self._device_verdict(text)
@@ -182,6 +184,8 @@ class Worker:
         What an entry says of a case may break its other relations too, and need not; of loading it says nothing.
         """
         case, entry, backend, here = pair.case.id, pair.entry, self._options.backend, version("vllm") or ""
+        if isinstance(relation, Question | Bad):
+            return judge_question(self._ledger, verdict, relation.value, pair.case, backend)
         if self._options.loads_only:
             return judge_loading(self._ledger, verdict, pair.case, backend)
         if relation is None or relation is Relation.REFERENCE:
@@ -189,7 +193,7 @@ class Worker:
         if verdict.outcome is Outcome.UNAVAILABLE:  # a device check for which this GPU is too small
             return Judged(standing=Standing.CLEAN)
         judged = self._ledger.judge(verdict, f"{relation}:{case}", entry, backend, here)
-        if judged.issue is not None or isinstance(relation, Question | Bad):
+        if judged.issue is not None:
             return judged
         broad = self._ledger.judge(verdict, case, entry, backend, here)
         return Judged(standing=Standing.CLEAN) if broad.standing is Standing.STOPPED_FAILING else broad

@@ -59,7 +59,7 @@ def test_cases_divide_where_they_say() -> None:
 
 def test_a_cut_group_has_no_slice_of_its_own() -> None:
     case = MoECase.from_id(WORDS)
-    with pytest.raises(ValueError, match="48 columns are no whole groups of 32|96 / 2 columns are no whole groups of 32"):
+    with pytest.raises(ValueError, match=r"96 / 2 columns are no whole groups of 32"):
         slice_of(case, make_checkpoint(case), Shard(1))
 
 
