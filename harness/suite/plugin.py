@@ -111,7 +111,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         pairs = options.pairs()
         metafunc.parametrize("pair", pairs, ids=[pair.id for pair in pairs])
     if "loading" in metafunc.fixturenames:
-        asked = () if options.loads_only else loading.chosen(options)
+        asked = loading.chosen(options)
         metafunc.parametrize("loading", asked, ids=[each.id for each in asked])
     if "checked" in metafunc.fixturenames:
         checked = () if options.loads_only else device_checks.checks(options)
