@@ -23,6 +23,10 @@ SMOKE_BOUNDARIES: tuple[tuple[str, tuple[Entry, ...]], ...] = (
     # more than one block along N, K of both GEMMs
     ("e4m3fn-block128-dyngroup128-vllmfp8-silu-bf16-e3k2m17h384i256-balanced", _BOTH),
     ("int8-block128-dyngroup128-raw-silu-fp16-e3k2m17h384i256-balanced", _DIRECT),
+    # gpt-oss with rows enough for Hopper's kernels; router weights that are given, and on the input
+    ("e2m1-group32-none-gptoss-swigluoai-bf16-e4k2m8h256i128-balanced-bias", _LAYER),
+    ("e2m1-group32-none-gptoss-swigluoai-bf16-e4k2m8h256i128-balanced-norenorm", _LAYER),
+    ("e2m1-group32-none-gptoss-swigluoai-bf16-e4k1m17h256i128-balanced-norenorm-onin", _LAYER),
     # shut: Quark INT8 with static activations cannot run through the layer
     ("int8-channel-static-quark-silu-fp16-e4k2m8h128i64-balanced", _BOTH),
     ("int8-tensor-static-quark-silu-bf16-e4k1m17h64i32-balanced", _BOTH),

@@ -268,7 +268,9 @@ SPECS: dict[Backend, BackendSpec] = {
         ),
     ),
     Backend.FLASHINFER_CUTEDSL: _elsewhere("flashinfer_cutedsl", "FlashInferCuteDSLExperts", ("sm100",), (("flashinfer",),)),
-    Backend.TRITON_UNFUSED: _elsewhere("triton_unfused", "UnfusedOAITritonExperts", ("sm90", "sm100"), (("triton_kernels",),)),
+    Backend.TRITON_UNFUSED: _elsewhere(
+        "triton_unfused", "UnfusedOAITritonExperts", ("sm90", "sm100"), (("triton_kernels", "vllm.third_party.triton_kernels"),)
+    ),
     Backend.AITER: BackendSpec(
         moe_backend="aiter",
         expert_classes={

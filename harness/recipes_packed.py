@@ -16,6 +16,7 @@ from cases.case import ActScale, Origin
 from harness.backends import SPECS, Backend
 from harness.families import Family, family
 from harness.recipes_cuda import ALL_FP32, FP8_TOKEN_FLOOR, HUMMING_SCALE_FLOOR, placed, split
+from harness.recipes_oai import OAI, oai
 from references.vocabulary import (
     Accumulator,
     ActQuant,
@@ -39,6 +40,7 @@ _KNOWN = {
     "MarlinExperts",
     "HummingIndexedExperts",
     "CutlassExpertsW4A8Fp8",
+    *OAI,
 }
 
 
@@ -56,6 +58,8 @@ def packed(unquantized: Recipe, case: MoECase, backend: Backend, classes: frozen
         return _humming(recipe, case, backend)
     if "CutlassExpertsW4A8Fp8" in classes:
         return _cutlass_w4a8(recipe, case)
+    if classes & OAI:
+        return oai(recipe, case, classes)
     if "Int4EmulationTritonExperts" in classes:
         return replace(recipe, name="int4-emulation", weight_scale_store=Format.BF16, weight_store=Format.BF16)
     if "Nvfp4QuantizationEmulationTritonExperts" in classes:

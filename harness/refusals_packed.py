@@ -36,6 +36,7 @@ def _asymmetric_ct(case: MoECase, *weights: Format) -> bool:
 
 
 # the layer loads; its first forward raises
+_NOT_UNFUSED = (Activation.GELU_TANH, Activation.SITU)
 _UNSAID = r"^AssertionError: ?$"
 _NO_KERNEL = "Invalid thread config"
 
@@ -185,6 +186,24 @@ _LINES: tuple[tuple[When, str, str, bool], ...] = (
         "MoeWNA16 checkpoint layout is not supported",
         "AutoGPTQ's and AutoAWQ's methods hand layers that Marlin does not fit to moe_wna16, which the emulation does not read",
         True,
+    ),
+    (
+        lambda c, lane: lane == "triton-unfused" and family(c) is Family.MXFP4 and not ct_mxfp4(c) and c.activation in _NOT_UNFUSED,
+        "does not support MoEActivation",
+        "triton_kernels' unfused experts do not know gelu_tanh and situ",
+        True,
+    ),
+    (
+        lambda c, lane: (
+            lane == "triton-unfused"
+            and family(c) is Family.MXFP4
+            and c.checkpoint is CheckpointFormat.QUARK
+            and c.dtype is Format.FP16
+            and c.activation.gated
+        ),
+        _UNSAID,
+        "triton_kernels' experts assert bf16 hidden states",
+        False,
     ),
     (
         lambda c, lane: lane == "triton-unfused" and family(c) is Family.MXFP4 and not ct_mxfp4(c) and not c.activation.gated,

@@ -22,7 +22,7 @@ from references.formats import limits, round_to
 from references.gating import gated_interval, has_parameters
 from references.loading import LoadedExpert, Matrix, stacked
 from references.microscaling import nvfp4_hull
-from references.moe import Routing, reads_tf32, rows_of_each, scales_stored, static_rows
+from references.moe import Routing, first_gemm, reads_tf32, rows_of_each, scales_stored, static_rows
 from references.products import Operand, Routed, matmul, operand, scaled
 from references.vocabulary import Accumulator, Activation, ActQuant, Epilogue, Format, Recipe, RouterWeight, Swiglu
 
@@ -210,6 +210,7 @@ def enclose(
     owner = routing.topk_ids.flatten()[order]
     routed, experts = Routed.of([len(rows) for _, rows in parts]), [loaded[e] for e, _ in parts]
     weights = router_weights(routing.topk_weights, len(loaded), recipe.router_weight_exact or routing.exact)
+    weights = weights if recipe.router_weight_store is None else store(weights, recipe.router_weight_store)
     trace("router weights", weights)
     flat = weights.ends(lambda end: end.reshape(-1, 1)[order])
     x = exactly(hidden_states.to(torch.float64)[order // top_k])
@@ -222,7 +223,7 @@ def enclose(
         stacked([e.w13 for e in experts]),
         routed,
         flat if recipe.router_weight is RouterWeight.GEMM1 else None,
-        recipe,
+        first_gemm(recipe),
         trace,
         "GEMM 1",
     )

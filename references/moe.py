@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -111,7 +111,12 @@ def rows_of_each(owner: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
 
 def reads_tf32(recipe: Recipe) -> bool:
     """Whether unquantized operands are fp32 and meet tensor cores."""
-    return recipe.accumulator is Accumulator.TENSOR_CORE and recipe.compute[-1] is Format.FP32
+    return recipe.accumulator is Accumulator.TENSOR_CORE and recipe.output is Format.FP32
+
+
+def first_gemm(recipe: Recipe) -> Recipe:
+    """The recipe of GEMM 1: its results stay in fp32 where the activation is part of it."""
+    return recipe if recipe.first_stored else replace(recipe, compute=(Format.FP32,))
 
 
 def round_through(values: torch.Tensor, formats: tuple[Format, ...]) -> torch.Tensor:
@@ -144,6 +149,8 @@ def forward(
     weights = routing.topk_weights.reshape(-1, 1)
     if recipe.router_weight_exact:  # given to the kernel as fp32
         weights = round_to(weights, Format.FP32)
+    if recipe.router_weight_store is not None:
+        weights = round_to(weights, recipe.router_weight_store)
     x = hidden_states.to(torch.float64)
     if recipe.router_weight is RouterWeight.INPUT:
         if top_k != 1:
@@ -152,7 +159,8 @@ def forward(
     rows = x.repeat_interleave(top_k, 0)
     owner = routing.topk_ids.flatten()
     first = entering(rows, recipe.a1, recipe, static_rows([e.a1_scale for e in loaded], routing.topk_ids), owner)
-    h13 = _gemms(first, [e.w13 for e in loaded], owner, weights if recipe.router_weight is RouterWeight.GEMM1 else None, recipe)
+    on_first = weights if recipe.router_weight is RouterWeight.GEMM1 else None
+    h13 = _gemms(first, [e.w13 for e in loaded], owner, on_first, first_gemm(recipe))
     intermediate = round_to(_activated(h13, activation, recipe), recipe.activation_store)
     second = entering(intermediate, recipe.a2, recipe, static_rows([e.a2_scale for e in loaded], routing.topk_ids), owner)
     out = _gemms(second, [e.w2 for e in loaded], owner, weights if recipe.router_weight is RouterWeight.GEMM2 else None, recipe)

@@ -247,4 +247,6 @@ class Recipe:
     epilogue: Epilogue = Epilogue.FP32
     global_scale: GlobalScale = GlobalScale.GROUPS
     weight_scale_fp8: bool = False  # group scales become E4M3 numbers under one fp32 scale per row, which multiplies sums
+    first_stored: bool = True  # False: the activation is part of GEMM 1, which stores nothing before it
+    router_weight_store: Format | None = None  # router weights are rounded to this before they multiply anything
     slots_store: Format | None = None  # the k contributions are added in this format, in any order; None: in fp32

@@ -285,6 +285,7 @@ def forward(
     """Contributions [M, k, H] float32, each already stored in the recipe's compute dtype."""
     tokens, top_k = routing.topk_ids.shape
     owner, weights = routing.topk_ids.flatten(), routing.topk_weights.float().reshape(-1, 1)
+    weights = weights if recipe.router_weight_store is None else cast(weights, recipe.router_weight_store)
     x = hidden_states.float().repeat_interleave(top_k, 0)
     if recipe.router_weight is RouterWeight.INPUT:
         x = cast(x * cast(weights, recipe.output), recipe.output)
@@ -298,7 +299,7 @@ def forward(
             mine = (owner == e).nonzero().flatten()
             own = _quantize(x[mine], how, None) if how is not None and how.per_expert else (codes[mine], a_scale[mine])
             out[mine] = _gemm(*own, getattr(loaded[e], name), weights[mine] if weighted else None, recipe)
-        for fmt in recipe.compute:
+        for fmt in recipe.compute if recipe.first_stored or name == "w2" else ():
             out = cast(out, fmt)
         return out
 

@@ -19,6 +19,7 @@ _LAUNCHERS = (
     "invoke_fused_moe_wna16_triton_kernel",
     "invoke_fused_moe_wna16_cuda_kernel",
     "invoke_moe_batched_triton_kernel",
+    "matmul_ogs",
 )
 LEGACY = "fused_experts"
 

@@ -12,10 +12,18 @@ SAYS = {
     Backend.FLASHINFER_CUTLASS: "needs the Python module flashinfer",
     Backend.FLASHINFER_TRTLLM: "runs on sm100",
     Backend.FLASHINFER_CUTEDSL: "runs on sm100",
-    Backend.TRITON_UNFUSED: "needs the Python module triton_kernels",
     Backend.AITER: "runs on gfx942, gfx950, and the GPU here is sm90",
 }
-RUN = (Backend.TRITON, Backend.BATCHED_TRITON, Backend.CUTLASS, Backend.MARLIN, Backend.HUMMING, Backend.HUMMING_A8, Backend.DEEP_GEMM)
+RUN = (
+    Backend.TRITON,
+    Backend.BATCHED_TRITON,
+    Backend.CUTLASS,
+    Backend.MARLIN,
+    Backend.HUMMING,
+    Backend.HUMMING_A8,
+    Backend.DEEP_GEMM,
+    Backend.TRITON_UNFUSED,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +31,9 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: object())  # vLLM is installed
     monkeypatch.setattr(preflight, "visible_gpus", lambda: ("0",))
     monkeypatch.setattr(preflight, "compute_capability", lambda: 90)
-    monkeypatch.setattr(preflight, "importable", lambda name: name in ("humming", "vllm.third_party.deep_gemm"))
+    monkeypatch.setattr(
+        preflight, "importable", lambda name: name in ("humming", "vllm.third_party.deep_gemm", "vllm.third_party.triton_kernels")
+    )
 
 
 @pytest.mark.parametrize("backend", SAYS)

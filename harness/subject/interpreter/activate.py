@@ -124,7 +124,7 @@ def activate() -> None:
             f"not imported vllm, and let VLLM_PLUGINS (now {os.environ.get('VLLM_PLUGINS')!r}) name {ENTRY_POINT_NAME}"
         )
 
-    from harness.subject.interpreter import compiled_ops, device, triton_gaps, triton_speed
+    from harness.subject.interpreter import compiled_ops, device, oai_kernels, triton_gaps, triton_speed
 
     asked, architecture = device.answering()
     if asked:
@@ -133,4 +133,5 @@ def activate() -> None:
     compiled_ops.register()
     triton_gaps.fill()
     triton_speed.apply()
+    oai_kernels.fill()
     _activated = True
