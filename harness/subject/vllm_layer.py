@@ -74,6 +74,10 @@ class VllmSubject:
         surface = vllm_compat.probe_surface()
         if device == "cuda":
             share_memory()
+            if backend == "humming":
+                from harness.subject.humming_intervals import compile_what_runs
+
+                compile_what_runs()
         self.backend = backend
         self.device = device
         self.name = f"vllm {surface.version} ({'interpreter' if interpreter else device})"
