@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from enum import Enum
-from functools import cache
+from functools import lru_cache
 
 import torch
 
@@ -148,9 +148,12 @@ def _static_scales_differ(case: MoECase) -> bool:
     return case.weight is Format.INT8 or math.frexp(first / second)[0] != 0.5
 
 
-@cache
+_batch = lru_cache(maxsize=8)(make_batch)  # read only here
+
+
+@lru_cache(maxsize=64)
 def _routing(case: MoECase, *, given: bool = False, flipped: bool = False) -> Routing:
-    batch = make_batch(case)
+    batch = _batch(case)
     if given and batch.topk_ids is not None and batch.topk_weights is not None:
         return Routing(topk_ids=batch.topk_ids, topk_weights=batch.topk_weights.double())
     return route(batch.router_logits, case.top_k, case.renormalize != flipped)
@@ -162,7 +165,7 @@ def _router_weights(case: MoECase, recipe: Recipe) -> str | None:
 
 
 def _renormalizing(case: MoECase, recipe: Recipe) -> str | None:
-    if recipe.router_weight_exact and make_batch(case).topk_weights is not None:
+    if recipe.router_weight_exact and _batch(case).topk_weights is not None:
         return "router weights are given, not computed"
     moved = (_routing(case, flipped=True).topk_weights / _routing(case).topk_weights - 1).abs().mean()
     return None if float(moved) >= SMALLEST_GAIN else "renormalizing moves router weights by less than 0.8 % on average"

@@ -16,6 +16,7 @@ from harness.preimage import half_gaps
 from harness.verdict import FaultFit
 from references.formats import round_to
 from references.moe import Answer, forward
+from references.vocabulary import Format
 
 NOT_FITTED = frozenset({Fault.EXPERT_GAIN_1_008, Fault.CHANNEL_GAIN_1_05})  # any factor may occur: gains.py finds it
 
@@ -26,8 +27,8 @@ def fit(inputs: Inputs, answer: Answer, actual: torch.Tensor, candidates: Iterab
     A fault that each expert has for itself is granted to the experts whose contributions show it (least squares, rounded to yes or no);
     any other holds everywhere or nowhere. Rows count alike whatever their magnitude, and what the last rounding hides counts as explained.
     """
-    scale = _row_scale(answer.expected, actual)
-    before = _excess(actual, answer.expected, scale, answer)
+    seen = _Seen.of(answer, actual)
+    before = seen.excess(answer.expected)
     if before == _Excess(norm=0.0, positions=0):
         return ()
     fits = []
@@ -35,30 +36,30 @@ def fit(inputs: Inputs, answer: Answer, actual: torch.Tensor, candidates: Iterab
         if fault in NOT_FITTED:
             continue
         given = contributions(fault, inputs, evaluate)
-        experts, faulty = _granted(answer, given, actual, scale, len(inputs.loaded)) if separable(fault) else ((), given.sum(1))
-        fits.append(FaultFit(fault=fault.name, experts=experts, residual=_excess(actual, faulty, scale, answer).over(before)))
+        experts, faulty = _granted(answer, given, seen, len(inputs.loaded)) if separable(fault) else ((), given.sum(1))
+        fits.append(FaultFit(fault=fault.name, experts=experts, residual=seen.excess(faulty).over(before)))
     return tuple(sorted(fits, key=lambda each: each.residual))
 
 
 def fit_two(inputs: Inputs, answer: Answer, actual: torch.Tensor, first: Iterable[Fault], second: Iterable[Fault]) -> tuple[FaultFit, ...]:
     """Every fault of ``first`` together with every one of ``second``, both everywhere; the best explanation first."""
-    scale = _row_scale(answer.expected, actual)
-    before = _excess(actual, answer.expected, scale, answer)
+    seen = _Seen.of(answer, actual)
+    before = seen.excess(answer.expected)
     fits = []
     for pair in itertools.product(first, second):
         faulty = with_all(pair, inputs, evaluate).sum(1)
-        left = _excess(actual, faulty, scale, answer).over(before)
+        left = seen.excess(faulty).over(before)
         fits.append(FaultFit(fault="+".join(fault.name for fault in pair), experts=(), residual=left))
     return tuple(sorted(fits, key=lambda each: each.residual))
 
 
 def gain_residual(answer: Answer, actual: torch.Tensor, gain: Gain) -> float:
     """What one flagged gain of an expert or of one of its channels leaves of the deviation."""
-    scale = _row_scale(answer.expected, actual)
+    seen = _Seen.of(answer, actual)
     added = (gain.alpha - 1.0) * per_expert(answer, int(answer.routing.topk_ids.max()) + 1)[gain.index[0]]
     if gain.group is Group.CHANNEL:
         added = added * (torch.arange(added.shape[1]) == gain.index[1])
-    return _excess(actual, answer.expected + added, scale, answer).over(_excess(actual, answer.expected, scale, answer))
+    return seen.excess(answer.expected + added).over(seen.excess(answer.expected))
 
 
 def affected(fault: Fault, inputs: Inputs, answer: Answer) -> tuple[int, ...]:
@@ -70,13 +71,6 @@ def affected(fault: Fault, inputs: Inputs, answer: Answer) -> tuple[int, ...]:
 def evaluate(inputs: Inputs) -> torch.Tensor:
     """Contributions [M, k, H] float64, by the reference."""
     return forward(inputs.loaded, inputs.hidden_states, inputs.routing, inputs.activation, inputs.recipe)
-
-
-def _row_scale(expected: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
-    """[M, 1]: rms of what was expected and found in a row, finite elements only; 1 for an all-zero row."""
-    both = torch.cat([expected, actual.to(torch.float64)], 1).nan_to_num(0.0, 0.0, 0.0)
-    rms = both.square().mean(1, keepdim=True).sqrt()
-    return rms.masked_fill(rms == 0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +86,32 @@ class _Excess:
         return max((0.0 if left == 0 else math.inf) if was == 0 else left / was for left, was in shares)
 
 
-def _excess(actual: torch.Tensor, claimed: torch.Tensor, scale: torch.Tensor, answer: Answer) -> _Excess:
-    """Of ``claimed`` [M, H], beyond the last rounding."""
-    found, wanted = actual.to(torch.float64), round_to(claimed, answer.output)
-    finite = torch.isfinite(found) & torch.isfinite(wanted)
-    same = finite | (found == wanted) | (torch.isnan(found) & torch.isnan(wanted))
-    gap = half_gaps(actual, actual.dtype)[1]
-    beyond = ((found - claimed).abs() - gap).clamp_min(0.0) / scale
-    return _Excess(norm=float(torch.where(finite, beyond, 0.0).norm()), positions=int((~same).sum()))
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """The output a claim is held against. found [M, H] float64; gap: half of the last rounding's, away from zero; scale: [M, 1]."""
+
+    found: torch.Tensor
+    gap: torch.Tensor
+    scale: torch.Tensor
+    output: Format
+
+    @classmethod
+    def of(cls, answer: Answer, actual: torch.Tensor) -> _Seen:
+        """scale: rms of what was expected and found in a row, finite elements only; 1 for an all-zero row."""
+        found = actual.to(torch.float64)
+        both = torch.cat([answer.expected, found], 1).nan_to_num(0.0, 0.0, 0.0)
+        rms = both.square().mean(1, keepdim=True).sqrt()
+        return cls(found, half_gaps(actual, actual.dtype)[1], rms.masked_fill(rms == 0, 1.0), answer.output)
+
+    def excess(self, claimed: torch.Tensor) -> _Excess:
+        """Of ``claimed`` [M, H], beyond the last rounding."""
+        wanted = round_to(claimed, self.output)
+        finite = torch.isfinite(self.found) & torch.isfinite(wanted)
+        beyond = ((self.found - claimed).abs() - self.gap).clamp_min(0.0) / self.scale
+        if bool(finite.all()):
+            return _Excess(norm=float(beyond.norm()), positions=0)
+        same = finite | (self.found == wanted) | (torch.isnan(self.found) & torch.isnan(wanted))
+        return _Excess(norm=float(torch.where(finite, beyond, 0.0).norm()), positions=int((~same).sum()))
 
 
 def _by_expert(answer: Answer, given: torch.Tensor, experts: int) -> torch.Tensor:
@@ -111,17 +123,15 @@ def _changed(added: torch.Tensor) -> tuple[int, ...]:
     return tuple((added != 0).flatten(1).any(1).nonzero().flatten().tolist())
 
 
-def _granted(
-    answer: Answer, given: torch.Tensor, actual: torch.Tensor, scale: torch.Tensor, experts: int
-) -> tuple[tuple[int, ...], torch.Tensor]:
+def _granted(answer: Answer, given: torch.Tensor, seen: _Seen, experts: int) -> tuple[tuple[int, ...], torch.Tensor]:
     """The experts that have the fault, and the output if just they have it."""
     added = _by_expert(answer, given, experts)
     changed = _changed(added)
-    difference = (actual.to(torch.float64) - answer.expected) / scale
+    difference = (seen.found - answer.expected) / seen.scale
     usable = torch.isfinite(difference) & torch.isfinite(added).all(0)
     if not changed or not bool(usable.all()):
         return changed, given.sum(1)
-    design = (added[list(changed)] / scale).flatten(1).T
+    design = (added[list(changed)] / seen.scale).flatten(1).T
     size = design.norm(dim=0)
     shares = torch.linalg.lstsq(design / size, difference.reshape(-1, 1)).solution.flatten() / size
     yes = tuple(e for e, share in zip(changed, shares.tolist(), strict=True) if share > 0.5)

@@ -84,8 +84,14 @@ class Estimates:
         """Flagged groups, the most significant first."""
         excess = (self.alpha - 1.0).abs() / self.smallest()
         where = (excess > 1.0).nonzero()
-        order = excess[tuple(where.T)].argsort(descending=True)
-        return tuple(self[tuple(int(i) for i in where[at])] for at in order.tolist())
+        if not len(where):
+            return ()
+        where = where[excess[tuple(where.T)].argsort(descending=True)]
+        values = [each[tuple(where.T)].tolist() for each in (self.alpha, self.se, self.bias)]
+        return tuple(
+            Gain(group=self.group, index=tuple(index), alpha=alpha, se=se, bias=bias)
+            for index, alpha, se, bias in zip(where.tolist(), *values, strict=True)
+        )
 
     def __getitem__(self, index: tuple[int, ...]) -> Gain:
         alpha, se, bias = (float(x[index]) for x in (self.alpha, self.se, self.bias))

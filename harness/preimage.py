@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from references.formats import binade
+
 
 def half_gaps(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Half the distance from |value| to its neighbours in ``dtype``: (towards zero, away from zero), float64.
@@ -16,13 +18,10 @@ def half_gaps(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
     """
     info = torch.finfo(dtype)
     magnitude = values.to(torch.float64).abs()
-    mantissa, exponent = torch.frexp(magnitude)  # magnitude = mantissa * 2**exponent, mantissa in [1/2, 1)
-    ulp = torch.ldexp(torch.full_like(magnitude, info.eps), exponent - 1).masked_fill(magnitude == 0, 0.0)
-    ulp = ulp.clamp_min(info.smallest_normal * info.eps)
-    below = torch.where((mantissa == 0.5) & (magnitude > info.smallest_normal), ulp / 2, ulp)
-    finite = torch.isfinite(magnitude)
-    nan = torch.full_like(magnitude, torch.nan)
-    return torch.where(finite, below / 2, nan), torch.where(finite, ulp / 2, nan)
+    power = binade(magnitude)
+    half = (power * (info.eps / 2)).clamp_min_(info.smallest_normal * info.eps / 2)
+    half = half + (magnitude - magnitude)  # NaN where there are no neighbours
+    return torch.where((magnitude == power) & (magnitude > info.smallest_normal), half / 2, half), half
 
 
 def preimage(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

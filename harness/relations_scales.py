@@ -150,7 +150,7 @@ def _moves(setting: Setting, there: Setting) -> bool:
 def _alive(setting: Setting, expert: int) -> torch.Tensor:
     """[I] bool: intermediate channels that are not 0 for some token of the expert."""
     w13 = load(expected.experts(setting.case, setting.checkpoint), setting.recipe)[expert].w13
-    sums = setting.batch.hidden_states[setting.tokens_of(expert)].to(torch.float64) @ w13.values().T
+    sums = setting.batch.hidden_states[setting.tokens_of(expert)].to(torch.float64) @ w13.values.T
     sums = sums if w13.bias is None else sums + w13.bias
     return (sums[:, : setting.case.intermediate] > 0).any(0)
 

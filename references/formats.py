@@ -136,10 +136,10 @@ def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
     if codes.element_size() > 1 or fmt in _SIGNED:
         return codes.to(torch.float64)  # widening: exact
     values = table(fmt)
-    index = codes.contiguous().view(torch.uint8).to(torch.int64)
-    if index.numel() and int(index.max()) >= values.numel():
+    index = codes.contiguous().view(torch.uint8).flatten().to(torch.int32)
+    if values.numel() < 256 and index.numel() and int(index.max()) >= values.numel():
         raise ValueError(f"{int(index.max())} is no code of {fmt}, which has {values.numel()}")
-    return values[index]
+    return values.index_select(0, index).view(codes.shape)
 
 
 _EXPONENT = 0x7FF << 52

@@ -7,6 +7,7 @@ two codes and ``codes`` the one the format's definition gives; everywhere else t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from references.moe import Expert, Projection
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Matrix:
     """One weight matrix as the GEMM reads it: value = codes * scale * outer.
 
@@ -47,20 +48,22 @@ class Matrix:
     width: int = GROUP
     outer: torch.Tensor | None = None
 
+    @cached_property
     def values(self) -> torch.Tensor:
         """codes * scale * outer, [N, K] float64."""
-        values = self._scaled(self.codes)
-        return values if self.outer is None else values * self.outer
+        return self._read if self.outer is None else self._read * self.outer
+
+    @cached_property
+    def _read(self) -> torch.Tensor:
+        return self._scaled(self.codes)
 
     def multiplied_out(self) -> Matrix:
         """The same weights with ``outer`` alone left to multiply sums; itself when nothing is stored."""
         if self.store is None or self.scale is None:
             assert self.outer is None
             return self
-        low, high = self._scaled(self.low), self._scaled(self.high)
-        codes = low if self.low is self.high else self._scaled(self.codes)
-        high = low if self.low is self.high else high
-        return Matrix(codes=codes, low=low, high=high, format=self.store, scale=self.outer, bias=self.bias)
+        low, high = (self._read if end is self.codes else self._scaled(end) for end in (self.low, self.high))
+        return Matrix(codes=self._read, low=low, high=high, format=self.store, scale=self.outer, bias=self.bias)
 
     def _scaled(self, codes: torch.Tensor) -> torch.Tensor:
         if self.scale is None:

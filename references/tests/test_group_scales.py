@@ -140,5 +140,5 @@ def test_the_store_of_a_matrix_keeps_the_factor_of_sums() -> None:
     assert out.format is Format.BF16
     assert out.scale is not None
     assert torch.equal(out.scale, torch.full((32, 1), float(experts[1].down.global_scale or 0.0), dtype=torch.float64))
-    assert torch.equal(w2.values(), out.codes * out.scale)
+    assert torch.equal(w2.values, out.codes * out.scale)
     assert out.codes.to(torch_dtype(Format.BF16)).double().equal(out.codes)
