@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from references.formats import limits, round_to, saturate
+from references.formats import binade, limits, round_to, saturate
 from references.scales import expand, group_amax
 from references.vocabulary import ActQuant, Format, Quotient, Rounding, WeightQuant
 
@@ -46,9 +46,9 @@ def dynamic_scale(amax: torch.Tensor, how: ActQuant | WeightQuant) -> torch.Tens
 
 
 def next_power_of_two(x: torch.Tensor) -> torch.Tensor:
-    """The smallest power of two that is not below x > 0; 0 stays 0. UE8M0's rounding of a scale (OCP MX 1.0, section 5.4)."""
-    mantissa, exponent = torch.frexp(x)
-    return torch.ldexp(torch.where(x == 0, 0.0, 1.0), torch.where(mantissa == 0.5, exponent - 1, exponent))
+    """The smallest power of two that is not below x > 0, float64; 0 stays 0. UE8M0's rounding of a scale (OCP MX 1.0, section 5.4)."""
+    power = binade(x)
+    return torch.where(power == x, power, 2.0 * power)
 
 
 def multiplier(scale: torch.Tensor, amax: torch.Tensor | None, how: ActQuant | WeightQuant) -> torch.Tensor | None:
