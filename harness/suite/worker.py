@@ -20,7 +20,7 @@ from harness.pairs import repeat
 from harness.relations import Relation
 from harness.subject import HasModes, OnDevice, TakesViews
 from harness.subject.loading import Loads
-from harness.suite import subjects
+from harness.suite import outputs, subjects
 from harness.verdict import Outcome
 from reports.records import Record, Recorder, RecordsUnwritable, Start, Status, broke
 
@@ -28,9 +28,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    import torch
+
     from cases.batch import Batch
     from cases.case import MoECase
     from cases.checkpoint import Checkpoint
+    from harness.backends import Backend
     from harness.pairs import Pair
     from harness.pipeline import PairResult
     from harness.subject import Loaded, Ran, Subject
@@ -49,6 +52,11 @@ class Staged:
         """Wraps ``subject``; changes nothing it takes or returns."""
         self._subject, self._recorder = subject, recorder
         self.name = subject.name
+        self.output: torch.Tensor | None = None  # of the pair's first run
+
+    def another_pair(self) -> None:
+        """The output kept so far is not its."""
+        self.output = None
 
     def load(self, case: MoECase, entry: Entry, checkpoint: Checkpoint) -> Loaded:
         """As the subject's."""
@@ -69,6 +77,7 @@ class Staged:
         self._recorder.stage("run")
         ran = self._subject.run(loaded, batch)
         self._recorder.stage("compare")
+        self.output = getattr(ran, "output", None) if self.output is None else self.output
         return ran
 
 
@@ -79,7 +88,7 @@ class Worker:
         """``directory`` is this run's; ``name`` the worker's id; ``lost`` is told, after its record, at which pair the device was lost."""
         self._options, self._name, self._lost = options, name, lost
         self._ledger = ledger.load(ledger.LEDGER) if options.subject == subjects.VLLM else Ledger(issues=())
-        self._recorder = Recorder(directory, name)
+        self._directory, self._recorder = directory, Recorder(directory, name)
 
     def open(self) -> None:
         """Open the subject: this is where vLLM is imported. Raises SubjectUnavailable or Misuse."""
@@ -110,6 +119,7 @@ class Worker:
             kind="pair" if relation is None else _KINDS[type(relation)],
         )
         self._recorder.started(start)
+        self._subject.another_pair()
         timings: dict[str, float] = {}
         extras: dict[str, object] = {}
         try:
@@ -126,7 +136,15 @@ class Worker:
                 self._recorder.finished(broke(start, self._recorder.last_stage, text))
                 raise
             verdict = told
-        judged = self._judge(verdict, pair, relation)
+        judged = judged_by(
+            self._ledger,
+            verdict,
+            start,
+            here=version("vllm") or "",
+            pair=pair,
+            backend=options.backend,
+            loads_only=options.loads_only,
+        )
         record = Record.of(
             start,
             verdict=verdict,
@@ -139,6 +157,8 @@ class Worker:
             peak_rss_bytes=peak_rss_bytes(),
         )
         self._recorder.finished(record)
+        if record.status is Status.NEW and relation is None and self._subject.output is not None:
+            outputs.keep(self._directory, record, self._subject.output)
         if verdict.signature.startswith(device_loss.LOST):
             self._lost(record.pair)
         return record
@@ -177,30 +197,35 @@ class Worker:
 
         return run_relation(relation, pair, self._options.backend, self._drive)
 
-    def _judge(self, verdict: Verdict, pair: Pair, relation: Relation | Question | Bad | DeviceCheck | None) -> Judged:
-        """An entry about ``relation:case`` or ``question:case`` is strict; one about the case is strict for the pair itself and its
-        REFERENCE relation.
-
-        What an entry says of a case may break its other relations too, and need not; of loading it says nothing.
-        """
-        case, entry, backend, here = pair.case.id, pair.entry, self._options.backend, version("vllm") or ""
-        if isinstance(relation, Question | Bad):
-            return judge_question(self._ledger, verdict, relation.value, pair.case, backend)
-        if self._options.loads_only:
-            return judge_loading(self._ledger, verdict, pair.case, backend)
-        if relation is None or relation is Relation.REFERENCE:
-            return self._ledger.judge(verdict, case, entry, backend, here)
-        if verdict.outcome is Outcome.UNAVAILABLE:  # a device check for which this GPU is too small
-            return Judged(standing=Standing.CLEAN)
-        judged = self._ledger.judge(verdict, f"{relation}:{case}", entry, backend, here)
-        if judged.issue is not None:
-            return judged
-        broad = self._ledger.judge(verdict, case, entry, backend, here)
-        return Judged(standing=Standing.CLEAN) if broad.standing is Standing.STOPPED_FAILING else broad
-
     def close(self) -> None:
         """After the last pair."""
         self._recorder.close()
+
+
+def judged_by(
+    known: Ledger, verdict: Verdict, start: Start, *, here: str, pair: Pair, backend: Backend, loads_only: bool = False
+) -> Judged:
+    """How a verdict on what was started stands with the vLLM ``here``.
+
+    An entry about ``relation:case`` or ``question:case`` is strict; one about the case is strict for the pair itself and its REFERENCE
+    relation.
+
+    What an entry says of a case may break its other relations too, and need not; of loading it says nothing.
+    """
+    case, entry, relation = pair.case.id, pair.entry, start.relation
+    if start.kind == _KINDS[Question]:
+        return judge_question(known, verdict, relation, pair.case, backend)
+    if loads_only:
+        return judge_loading(known, verdict, pair.case, backend)
+    if relation in ("", Relation.REFERENCE):
+        return known.judge(verdict, case, entry, backend, here)
+    if verdict.outcome is Outcome.UNAVAILABLE:  # a device check for which this GPU is too small
+        return Judged(standing=Standing.CLEAN)
+    judged = known.judge(verdict, f"{relation}:{case}", entry, backend, here)
+    if judged.issue is not None:
+        return judged
+    broad = known.judge(verdict, case, entry, backend, here)
+    return Judged(standing=Standing.CLEAN) if broad.standing is Standing.STOPPED_FAILING else broad
 
 
 def news(start: Start, pair: Pair, options: Options, verdict: Verdict, judged: Judged) -> str:

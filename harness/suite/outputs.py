@@ -1,0 +1,35 @@
+"""What a pair gave that is new, kept beside the records: it can be judged again where there is no GPU (harness/rejudge.py)."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from reports.records import Record
+
+LARGEST = 4 * 2**20  # bytes of an output
+MOST = 500  # files of a run
+
+
+def directory(run: Path) -> Path:
+    """Where a run keeps them."""
+    return run / "outputs"
+
+
+def file_of(run: Path, pair: str) -> Path:
+    """One a pair."""
+    return directory(run) / f"{hashlib.sha256(pair.encode()).hexdigest()[:16]}.pt"
+
+
+def keep(run: Path, record: Record, output: torch.Tensor) -> None:
+    """Nothing is kept of a large output, nor when there are many."""
+    import torch
+
+    if output.numel() * output.element_size() > LARGEST or len(list(directory(run).glob("*.pt"))) >= MOST:
+        return
+    directory(run).mkdir(exist_ok=True)
+    torch.save({"backend": record.backend, "outputs": {record.pair: output}}, file_of(run, record.pair))
