@@ -25,7 +25,7 @@ from harness.preflight import check
 from harness.recipes import written
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 SAMPLE = 100  # pairs a worker runs, spread evenly over the level
 LARGEST = 512  # H and I
@@ -124,30 +124,35 @@ def smoke(backend: Backend) -> tuple[float, int]:
 
 
 def main(backend: Backend) -> int:
-    """The numbers of one lane."""
+    """The numbers of one lane, on standard error as they come and then as a table."""
     check(backend, "vllm")
     gpus = visible_gpus() if SPECS[backend].needs_gpu else ()
-    one = together(backend, 1, gpus[:1])
-    two = together(backend, 2, gpus[:1])
-    apart = together(backend, 2, gpus[:2]) if len(gpus) > 1 else None
-    walls = [smoke(backend) for _ in range(2)]
-    first, timed = one[0]["first"], one[0]["timed"]
     here = environment()
     title = f"lane {backend}: vLLM {here.get('vllm')}, {here['gpus'] or here['cpu']}, {here['cores']} cores"
     table = Table("measured", "value", title=title, title_justify="left")
     table.columns[1].justify = "right"
-    table.add_row("importing and preparing vLLM", f"{one[0]['opened']:.1f} s")
-    table.add_row("pairs a second in one worker, kernels compiled", f"{rate(one):.1f}")
-    for stage in timed[0]:
-        table.add_row(f"  of a pair's time, {stage}", f"{_total(timed, stage) / one[0]['seconds']:.0%}")
-    runs, repeats = _total(first, "run"), _total(first, "again")
-    table.add_row("first forward of a pair over its second, sums", f"{runs / repeats:.1f}")
-    table.add_row("two workers on one GPU over one", f"{rate(two) / rate(one):.2f}")
-    table.add_row("two GPUs over one", "one GPU here" if apart is None else f"{rate(apart) / rate(one):.2f}")
-    for name, (wall, code) in zip(("once", "again, kernels compiled"), walls, strict=True):
-        table.add_row(f"smoke, {name}, everything", f"{wall:.0f} s (exit code {code})")
+    for name, value in measured(backend, gpus):
+        sys.stderr.write(f"{name}: {value}\n")
+        table.add_row(name, value)
     draw(table)
     return Exit.AS_THE_LEDGER_SAYS
+
+
+def measured(backend: Backend, gpus: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """What is measured, and the value."""
+    one = together(backend, 1, gpus[:1])
+    first, timed = one[0]["first"], one[0]["timed"]
+    yield "importing and preparing vLLM", f"{one[0]['opened']:.1f} s"
+    yield f"first runs of {len(first)} pairs over their second: compilation", f"{_total(first, 'run') - _total(first, 'again'):.1f} s"
+    yield "pairs a second in one worker, kernels compiled", f"{rate(one):.1f}"
+    for stage in timed[0]:
+        yield f"  of a pair's time, {stage}", f"{_total(timed, stage) / one[0]['seconds']:.0%}"
+    yield "two workers on one GPU over one", f"{rate(together(backend, 2, gpus[:1])) / rate(one):.2f}"
+    apart = f"{rate(together(backend, 2, gpus[:2])) / rate(one):.2f}" if len(gpus) > 1 else "one GPU here"
+    yield "two GPUs over one", apart
+    for name in ("once", "again, kernels compiled"):
+        wall, code = smoke(backend)
+        yield f"smoke, {name}, everything", f"{wall:.0f} s (exit code {code})"
 
 
 def _total(timings: Sequence[dict[str, float]], stage: str) -> float:
