@@ -32,11 +32,12 @@ def _run(argv: Sequence[str] | None) -> int:
     from cases.case import InvalidCase
     from harness.command_line import parser  # only now: what it imports may not be installed
     from harness.ledger import LedgerError
+    from reports.records import RecordsUnwritable
 
     try:
         arguments = parser().parse_args(argv)
         return int(arguments.handler(arguments))
-    except (InvalidCase, LedgerError) as error:
+    except (InvalidCase, LedgerError, RecordsUnwritable) as error:
         raise Misuse(str(error)) from None
 
 

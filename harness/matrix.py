@@ -25,7 +25,7 @@ from harness.exits import Exit, Misuse
 from harness.ledger import Ledger
 from harness.load_ledger import LOAD, judge_loading
 from references.vocabulary import Activation, Format
-from reports.records import Record, Recorder, Start, Status, broke
+from reports.records import Record, Recorder, RecordsUnwritable, Start, Status, broke
 
 if TYPE_CHECKING:
     from harness.subject import Subject
@@ -129,7 +129,7 @@ def main(arguments: list[str]) -> int:
             raise Misuse(f"{VARIABLE} names no architecture")
         for _ in drive(architecture, Path(directory), name, [Backend(backend) for backend in backends]):
             pass
-    except (SubjectUnavailable, Misuse) as error:
+    except (SubjectUnavailable, Misuse, RecordsUnwritable) as error:
         sys.stderr.write(f"moediff: {error}\n")
         return int(getattr(error, "exit", Exit.MISUSE))
     return Exit.AS_THE_LEDGER_SAYS

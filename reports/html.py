@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from reports.records import Record, Status
+from reports.records import Record, Status, writing
 from reports.summary import by_outcome, confirmed, counted, unreasoned
 
 PAGE = "index.html"
@@ -34,5 +34,6 @@ def render(records: Sequence[Record]) -> str:
 def write(directory: Path, records: Sequence[Record]) -> Path:
     """Writes ``index.html`` beside the records and says where."""
     path = directory / PAGE
-    path.write_text(render(records), encoding="utf-8", errors="backslashreplace")  # a lone surrogate in what vLLM said
+    with writing(path):
+        path.write_text(render(records), encoding="utf-8", errors="backslashreplace")  # a lone surrogate in what vLLM said
     return path

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.verdict import UNREASONED, Outcome
-from reports.records import KINDS, Record, Status
+from reports.records import KINDS, Record, Status, writing
 
 FILE = "matrix.json"
 FIELDS = ("activation", "origin", "checkpoint", "weight", "weight_scale", "act_scale")  # of a case, which a row is made of
@@ -138,7 +138,8 @@ def _cell(key: tuple[str, str, str, str, str], group: Sequence[Record]) -> Cell:
 def write(directory: Path, found: Sequence[Cell]) -> Path:
     """``matrix.json`` in ``directory``: a list of cells, each with its counts, reasons, classes and pairs."""
     path = directory / FILE
-    path.write_text(json.dumps([asdict(cell) for cell in found], indent=1) + "\n", encoding="utf-8")
+    with writing(path):
+        path.write_text(json.dumps([asdict(cell) for cell in found], indent=1) + "\n", encoding="utf-8")
     return path
 
 

@@ -8,11 +8,12 @@ A worker killed between ``started`` and ``finished`` leaves a pair without a rec
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from harness.verdict import FaultFit, Outcome, Verdict
 
@@ -23,6 +24,25 @@ FIRST_STAGE = "prepare"  # checkpoint, batch and expectation are made
 
 class RecordsUnreadable(ValueError):
     """A line that is not a record, other than the last one of a worker that died; names file and line."""
+
+
+class RecordsUnwritable(Exception):
+    """A full disk, a directory that was taken away: one sentence that says what to do."""
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        """``path``: the file; ``error``: what the system said."""
+        super().__init__(
+            f"{path} cannot be written ({error.strerror}); what was written before is kept: make room, or name another place by --records"
+        )
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises RecordsUnwritable for what the system says while ``path`` is written."""
+    try:
+        yield
+    except OSError as error:
+        raise RecordsUnwritable(path, error) from None
 
 
 class Status(StrEnum):
@@ -119,14 +139,15 @@ def broke(start: Start, stage: str, detail: str) -> Record:
 
 
 class Recorder:
-    """Writes one worker's file. Every line is flushed before the next step begins."""
+    """Writes one worker's file, unbuffered: every line is with the system before the next step begins."""
 
     def __init__(self, directory: Path, worker: str) -> None:
-        """Creates the directory and appends to the worker's own file."""
-        directory.mkdir(parents=True, exist_ok=True)
-        self._worker = worker
+        """Creates the directory and appends to the worker's own file. Raises RecordsUnwritable, as everything that writes here does."""
+        self._worker, self._path = worker, worker_file(directory, worker)
         self.last_stage = FIRST_STAGE
-        self._file: IO[str] = worker_file(directory, worker).open("a", encoding="utf-8")
+        with writing(self._path):
+            directory.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("ab", buffering=0)
 
     def opened(self, subject: str, seconds: float) -> None:
         """The subject is ready; ``seconds`` went into importing and preparing it."""
@@ -154,8 +175,10 @@ class Recorder:
         self._line(json.dumps(event))
 
     def _line(self, text: str) -> None:
-        self._file.write(text + "\n")
-        self._file.flush()
+        rest = memoryview(f"{text}\n".encode())
+        with writing(self._path):
+            while rest:
+                rest = rest[self._file.write(rest) :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,10 +228,9 @@ def read_run(directory: Path) -> list[Record]:
         FileNotFoundError: neither is there.
         RecordsUnreadable: with file and line.
     """
-    if (directory / MERGED).exists() or not (files := worker_files(directory)):
+    if (directory / MERGED).exists() or not worker_files(directory):
         return read(directory / MERGED)
-    stories = [read_worker(path) for path in files]
-    return [record for story in stories for record in (*story.records, *([story.died_at] if story.died_at else []))]
+    return gathered(directory)
 
 
 def runs_below(directory: Path) -> list[Path]:
@@ -228,8 +250,8 @@ def worker_files(directory: Path) -> list[Path]:
     return sorted(directory.glob("worker-*.jsonl"))
 
 
-def merge(directory: Path, crashed: Collection[str] | None = None) -> list[Record]:
-    """All workers' records, plus one for each pair a worker died in, sorted by pair; also written to ``records.jsonl``.
+def gathered(directory: Path, crashed: Collection[str] | None = None) -> list[Record]:
+    """All workers' records, plus one for each pair a worker died in, sorted by pair.
 
     crashed: of an interrupted run, the workers that had died by themselves: only these leave a pair behind. None: all that left one did.
     """
@@ -238,14 +260,26 @@ def merge(directory: Path, crashed: Collection[str] | None = None) -> list[Recor
     lost = [record for record in left if crashed is None or record.worker in crashed]
     records = [*(record for story in stories for record in story.records), *lost]
     records.sort(key=lambda record: (record.backend, record.case, record.entry, record.relation))
+    return records
+
+
+def merge(directory: Path, crashed: Collection[str] | None = None) -> list[Record]:
+    """As ``gathered``; also written to ``records.jsonl``. Raises RecordsUnwritable."""
+    records = gathered(directory, crashed)
     write(directory / MERGED, records)
     return records
 
 
 def write(path: Path, records: Iterable[Record]) -> None:
-    """One record a line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(record.to_json() + "\n" for record in records), encoding="utf-8")
+    """One record a line; all of them, or no file. Raises RecordsUnwritable."""
+    part = path.with_suffix(".part")
+    try:
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_text("".join(record.to_json() + "\n" for record in records), encoding="utf-8")
+            part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def read(path: Path) -> list[Record]:

@@ -13,7 +13,7 @@ import pytest
 from harness.exits import Exit
 from harness.suite import gather
 from harness.suite.stash import DIRECTORY, OPTIONS, STOPPED, Stopped
-from reports.records import Record, Status
+from reports.records import Record, RecordsUnwritable, Status, gathered
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -71,7 +71,12 @@ class Ending:
         if self._interrupted:
             _forget_timers()
         if directory.is_dir():
-            self._records = gather.gather(directory, crashed=self._crashed if self._interrupted else None)
+            crashed = self._crashed if self._interrupted or stopped else None
+            try:
+                self._records = gather.gather(directory, crashed)
+            except RecordsUnwritable as error:
+                self._records = gathered(directory, crashed)
+                stopped = self._config.stash.setdefault(STOPPED, Stopped(str(error), Exit.MISUSE))
         if stopped:
             session.exitstatus = stopped.exit
             self._say_once(stopped.sentence)
@@ -88,7 +93,8 @@ class Ending:
         """Each worker has failed a test with the sentence that ends the run."""
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
-            reporter.stats["error"] = [report for report in reporter.stats.get("error", ()) if sentence not in report.longreprtext]
+            for kind in ("error", "failed"):
+                reporter.stats[kind] = [report for report in reporter.stats.get(kind, ()) if sentence not in report.longreprtext]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Cases by outcome, upstream faults confirmed, what is new, where the records are."""
@@ -102,7 +108,7 @@ class Ending:
                 where=os.path.relpath(config.stash[DIRECTORY]),
                 width=max(100, min(shutil.get_terminal_size().columns, 160)),
                 color=terminalreporter.hasmarkup,
-                unfinished=self._asked - len(self._records) if self._interrupted else 0,
+                unfinished=self._asked - len(self._records) if self._interrupted or STOPPED in config.stash else 0,
                 left_out=gather.left_out(config.stash[OPTIONS]),
             )
             terminalreporter.write_line(text)

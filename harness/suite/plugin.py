@@ -26,7 +26,7 @@ from harness.suite import gather, order
 from harness.suite.options import Options, add_to, made
 from harness.suite.stash import DIRECTORY, OPTIONS, RECORDED, STOPPED, Stopped
 from harness.suite.worker import Worker
-from reports.records import RecordsUnreadable
+from reports.records import RecordsUnreadable, RecordsUnwritable
 
 pytest_plugins = ["harness.suite.ending"]
 
@@ -142,13 +142,23 @@ def worker(pytestconfig: pytest.Config) -> Iterator[Worker]:
         check(options.machine, options.subject)
         opened = Worker(options, made(pytestconfig.stash[DIRECTORY]), worker_id(), functools.partial(lose_device, pytestconfig))
         opened.open()
-    except (SubjectUnavailable, Misuse) as error:
+    except (SubjectUnavailable, Misuse, RecordsUnwritable) as error:
         pytestconfig.stash[STOPPED] = Stopped(str(error), getattr(error, "exit", Exit.MISUSE))
     if stopped := pytestconfig.stash.get(STOPPED, None):
         pytest.fail(stopped.sentence, pytrace=False)
     assert opened is not None
     yield opened
     opened.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A pair whose record cannot be written ends the run."""
+    try:
+        return (yield)
+    except RecordsUnwritable as error:
+        item.config.stash[STOPPED] = Stopped(str(error), Exit.MISUSE)
+        raise pytest.fail.Exception(str(error), pytrace=False) from None
 
 
 def lose_device(config: pytest.Config, pair: str) -> None:

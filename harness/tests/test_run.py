@@ -15,7 +15,7 @@ from cases.case import Level
 from harness.environment import child_environ
 from harness.pairs import select
 from harness.verdict import Outcome
-from reports.records import Record, Status, read
+from reports.records import Record, Status, gathered, read
 
 SMOKE = [pair.id for pair in select(Level.SMOKE)]
 FIRST = select(Level.SMOKE)[0]
@@ -72,6 +72,19 @@ def test_records_that_cannot_be_written_end_with_2_under_plain_pytest_too(tmp_pa
     assert ended.code == 2
     assert "records cannot be written to" in ended.text + ended.errors
     assert "Traceback" not in ended.text
+
+
+@pytest.mark.parametrize("workers", ["-n0", "-n2"])
+def test_a_full_disk_ends_the_run_with_2_and_keeps_what_was_recorded(tmp_path: Path, workers: str) -> None:
+    ended = pytest_run(tmp_path, workers, STUB_FULL="30000")
+    assert ended.code == 2, ended.text
+    (sentence,) = set(re.findall(r"^moediff: .*", ended.errors, re.MULTILINE))
+    assert re.search(r"worker-\w+\.jsonl cannot be written \(File too large\); what was written before is kept", sentence)
+    assert "Traceback" not in ended.text + ended.errors
+    kept = gathered(next(tmp_path.iterdir()), crashed=())
+    assert kept
+    assert f"{len(SMOKE) - len(kept)} results are missing" in ended.text
+    assert {record.verdict.outcome for record in kept} == {Outcome.PASS}
 
 
 def test_a_backend_without_its_gpu_ends_with_125_under_plain_pytest_too(tmp_path: Path) -> None:
