@@ -40,6 +40,16 @@ def gelu_tanh_f32(gate: torch.Tensor) -> torch.Tensor:
     return 0.5 * x * (1.0 + torch.tanh(inner))
 
 
+def at_most(x: torch.Tensor, limit: float) -> torch.Tensor:
+    """fminf: of NaN and a number the number."""
+    return torch.fmin(x, torch.full_like(x, limit))
+
+
+def at_least(x: torch.Tensor, limit: float) -> torch.Tensor:
+    """fmaxf."""
+    return torch.fmax(x, torch.full_like(x, limit))
+
+
 def _gated(act: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor, torch.Tensor], None]:
     def kernel(out: torch.Tensor, x: torch.Tensor) -> None:
         gate, up = x.chunk(2, -1)
@@ -51,23 +61,23 @@ def _gated(act: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tenso
 
 def relu_squared(out: torch.Tensor, x: torch.Tensor) -> None:
     """relu(x)^2 in float32, one rounding."""
-    positive = torch.clamp(x.float(), min=0.0)
+    positive = at_least(x.float(), 0.0)
     out.copy_((positive * positive).to(out.dtype))
 
 
 def silu_and_mul_with_clamp(out: torch.Tensor, x: torch.Tensor, limit: float, alpha: float = 1.0, beta: float = 0.0) -> None:
     """g * sigmoid(alpha * g) * (u + beta), g = min(gate, limit), u = clamp(up): as silu_and_mul, act(g) rounded before the product."""
     gate, up = x.chunk(2, -1)
-    gate = gate.float().clamp(max=limit).to(x.dtype).float()
+    gate = at_most(gate.float(), limit).to(x.dtype).float()
     activated = (gate / (1.0 + torch.exp(-gate * float(F32(alpha))))).to(x.dtype)
-    up = up.float().clamp(-limit, limit).to(x.dtype).float() + float(F32(beta))
+    up = at_least(at_most(up.float(), limit), -limit).to(x.dtype).float() + float(F32(beta))
     out.copy_((activated.float() * up).to(out.dtype))
 
 
 def swigluoai_and_mul(out: torch.Tensor, x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0) -> None:
     """(g * (u + 1)) / (1 + exp(-alpha * g)) in float32, gate and up in turn, one rounding."""
-    gate = x[..., ::2].float().clamp(max=limit)
-    up = x[..., 1::2].float().clamp(-limit, limit)
+    gate = at_most(x[..., ::2].float(), limit)
+    up = at_least(at_most(x[..., 1::2].float(), limit), -limit)
     out.copy_((gate * (up + 1.0) / (1.0 + torch.exp(-(gate * float(F32(alpha)))))).to(out.dtype))
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from harness.subject.interpreter.ops_activation import IMPLEMENTATIONS as WHOLE
-from harness.subject.interpreter.ops_activation import gelu_f32, gelu_tanh_f32, relu_squared, silu_f32
+from harness.subject.interpreter.ops_activation import at_least, at_most, gelu_f32, gelu_tanh_f32, relu_squared, silu_f32
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +24,7 @@ _UNGATED = {"silu_no_mul": silu_f32, "gelu_no_mul": gelu_f32, "gelu_tanh_no_mul"
 def swiglustep(out: torch.Tensor, x: torch.Tensor, limit: float) -> None:
     """min(silu(gate), limit) * clamp(up) in float32, one rounding."""
     gate, up = x.chunk(2, -1)
-    out.copy_((silu_f32(gate).clamp(max=limit) * up.float().clamp(-limit, limit)).to(out.dtype))
+    out.copy_((at_most(silu_f32(gate), limit) * at_least(at_most(up.float(), limit), -limit)).to(out.dtype))
 
 
 def masked_moe_activation(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from harness.subject.interpreter.ops_activation import F32
+from harness.subject.interpreter.ops_activation import F32, at_least, at_most
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,6 +47,11 @@ def to_e4m3_saturating(x: torch.Tensor) -> torch.Tensor:
     return bounded.to(torch.float8_e4m3fn)
 
 
+def amax_of(x: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude of the last dimension, kept; by fmaxf, which passes NaN over."""
+    return x.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(-1, keepdim=True)
+
+
 def static_scaled_int8_quant(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, azp: torch.Tensor | None = None) -> None:
     """code = rni(x / scale); asymmetric: rni(x * (1 / scale)) + azp, saturated."""
     _check(scale.numel() == 1, "Expected scale.numel() == 1 to be true, but got false.")
@@ -54,8 +59,8 @@ def static_scaled_int8_quant(out: torch.Tensor, x: torch.Tensor, scale: torch.Te
     if azp is None:
         out.copy_(to_int8_rn(x.float() / scale.reshape(())))
         return
-    rounded = torch.round(x.float() * (1.0 / scale.reshape(())))
-    out.copy_((rounded.double() + azp.reshape(()).double()).clamp(-128, 127).to(torch.int8))
+    rounded = torch.round((x.float() * (1.0 / scale.reshape(()))).double()).nan_to_num(nan=0.0).clamp(-(2**31), 2**31 - 1)
+    out.copy_((rounded.long() + azp.reshape(()).long()).to(torch.int32).clamp(-128, 127).to(torch.int8))  # the addition wraps
 
 
 def dynamic_scaled_int8_quant(out: torch.Tensor, x: torch.Tensor, scales: torch.Tensor, azp: torch.Tensor | None = None) -> None:
@@ -63,7 +68,7 @@ def dynamic_scaled_int8_quant(out: torch.Tensor, x: torch.Tensor, scales: torch.
     if azp is not None:
         raise NotImplementedError("asymmetric dynamic_scaled_int8_quant has no CPU implementation in the interpreter lane")
     rows = x.float().reshape(-1, x.shape[-1])
-    amax = rows.abs().amax(-1, keepdim=True)
+    amax = amax_of(rows)
     scales.copy_((amax / 127.0).reshape(scales.shape))
     inverse = torch.where(amax == 0, torch.zeros_like(amax), torch.full_like(amax, 127.0) / amax)  # number / tensor rounds twice
     out.copy_(to_int8_rn(rows * inverse).reshape(out.shape))
@@ -92,7 +97,7 @@ def static_scaled_fp8_quant(out: torch.Tensor, x: torch.Tensor, scale: torch.Ten
 def dynamic_scaled_fp8_quant(out: torch.Tensor, x: torch.Tensor, scale: torch.Tensor) -> None:
     """scale = amax(x) / 448 with no floor, code = e4m3(x * (1 / scale))."""
     values = x.float()
-    scale.copy_((values.abs().amax() / E4M3_MAX).reshape(scale.shape))
+    scale.copy_((amax_of(values.reshape(-1)) / E4M3_MAX).reshape(scale.shape))
     out[: x.shape[0]].copy_(to_e4m3_saturating(values * (1.0 / scale.reshape(()))))
 
 
@@ -101,7 +106,7 @@ def dynamic_per_token_scaled_fp8_quant(
 ) -> None:
     """Per row: scale = max(min(amax, ub) / 448, 1 / (448 * 512)), code = e4m3(x / scale)."""
     values = x.float()
-    amax = values.abs().amax(-1, keepdim=True)
+    amax = amax_of(values)
     if scale_ub is not None:
         amax = torch.minimum(amax, scale_ub.reshape(()))
     scale = (amax / E4M3_MAX).clamp(min=MIN_FP8_SCALE)
@@ -112,7 +117,7 @@ def dynamic_per_token_scaled_fp8_quant(
 def _group_scales(x: torch.Tensor, group: int, eps: float, largest: float, ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """(x [M, G, group] float32, scale [M, G, 1]); scale = max(amax, eps) / largest."""
     grouped = x.float().reshape(x.shape[0], -1, group)
-    scale = grouped.abs().amax(-1, keepdim=True).clamp(min=float(F32(eps))) / largest
+    scale = amax_of(grouped).clamp(min=float(F32(eps))) / largest
     if ue8m0:  # exponents of float32 are exact in float64, log2 of the float32 kernel is not: ulp-close to a power of two
         scale = torch.exp2(torch.ceil(torch.log2(scale.clamp(min=1e-10))))
     return grouped, scale
@@ -133,8 +138,7 @@ def per_token_group_fp8_quant(
     grouped, scale = _group_scales(x, group_size, eps, fp8_max, scale_ue8m0)
     scales.copy_(scale.squeeze(-1).reshape(scales.shape))
     quotient = grouped * (1.0 / scale)
-    low, high = torch.full_like(quotient, fp8_min), torch.full_like(quotient, fp8_max)
-    out.copy_(torch.fmin(torch.fmax(quotient, low), high).to(out.dtype).reshape(out.shape))
+    out.copy_(at_most(at_least(quotient, fp8_min), fp8_max).to(out.dtype).reshape(out.shape))
 
 
 def per_token_group_quant_int8(
@@ -144,7 +148,8 @@ def per_token_group_quant_int8(
     rows = x.reshape(-1, x.shape[-1])
     grouped, scale = _group_scales(rows, group_size, eps, int8_max, False)
     scales.copy_(scale.squeeze(-1).reshape(scales.shape))
-    out.copy_(torch.trunc((grouped * (1.0 / scale)).clamp(int8_min, int8_max)).to(torch.int8).reshape(out.shape))
+    quotient = grouped * (1.0 / scale)
+    out.copy_(torch.trunc(at_most(at_least(quotient, int8_min), int8_max)).to(torch.int8).reshape(out.shape))
 
 
 def silu_and_mul_per_block_quant(
@@ -166,7 +171,7 @@ def silu_and_mul_per_block_quant(
     gate, up = x.float().chunk(2, -1)
     value = gate * (1.0 / (1.0 + torch.exp(-gate))) * up
     grouped = value.reshape(value.shape[0], -1, group_size)
-    scale = grouped.abs().amax(-1, keepdim=True) / E4M3_MAX
+    scale = amax_of(grouped) / E4M3_MAX
     if scale_ub is not None:
         scale = torch.minimum(scale, scale_ub.reshape(()))
     scale = scale.clamp(min=MIN_FP8_SCALE)
