@@ -36,7 +36,8 @@ def pristine() -> Iterator[None]:
     grad, threads = torch.is_grad_enabled(), torch.get_num_threads()
     deterministic = torch.are_deterministic_algorithms_enabled()
     random_state = torch.random.get_rng_state()
-    environment, directory, excepthook = dict(os.environ), os.getcwd(), sys.excepthook
+    held = os.environ._data  # as bytes: decoding all of it six times a pair takes as long as a small layer's forward
+    environment, directory, excepthook = dict(held), os.getcwd(), sys.excepthook
     try:
         with warnings.catch_warnings():
             yield
@@ -50,9 +51,9 @@ def pristine() -> Iterator[None]:
         if torch.are_deterministic_algorithms_enabled() != deterministic:
             torch.use_deterministic_algorithms(deterministic)
         torch.random.set_rng_state(random_state)
-        if dict(os.environ) != environment:
+        if held != environment:
             os.environ.clear()
-            os.environ.update(environment)
+            os.environ.update({os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()})
         if os.getcwd() != directory:
             os.chdir(directory)
         sys.excepthook = excepthook  # torch.distributed installs one that prefixes every line with the rank

@@ -139,6 +139,7 @@ def probe_surface() -> Surface:
     return Surface(version=version, package=package, found=found)
 
 
+@functools.cache
 def parameters(function: Callable[..., Any]) -> frozenset[str]:
     """Names of the parameters a function or a class's constructor takes."""
     return frozenset(inspect.signature(function).parameters)
