@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from harness.subject.errors import verbatim
 from harness.subject.hygiene import pristine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from cases.batch import Batch
     from harness.subject import Loaded
@@ -112,12 +113,12 @@ def poison(byte: int) -> None:
         RuntimeError: fresh memory does not hold ``byte`` afterwards.
     """
     vllm_compat.drop_workspaces()
+    gc.collect()  # now, not while blocks are filled: what it frees would be left out
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    sizes = [_LARGE, *[_SMALL_POOL] * _MANY]
-    held = [torch.empty(size, dtype=torch.uint8, device="cuda").fill_(byte) for size in sizes]
-    while _unused("large_pool"):  # fragments of blocks in use; a request this large always fits one
-        held.append(torch.empty(_SMALL_POOL + _GRANULE, dtype=torch.uint8, device="cuda").fill_(byte))
+    held = [torch.empty(size, dtype=torch.uint8, device="cuda").fill_(byte) for size in (_LARGE, *[_SMALL_POOL] * _MANY)]
+    for size in free_pieces(torch.cuda.memory_snapshot()):
+        held.append(torch.empty(size, dtype=torch.uint8, device="cuda").fill_(byte))
     for _ in range(_unused("small_pool") // _GRANULE):
         held.append(torch.empty(_GRANULE, dtype=torch.uint8, device="cuda").fill_(byte))
     torch.cuda.synchronize()
@@ -125,6 +126,23 @@ def poison(byte: int) -> None:
     for size in (_GRANULE, 2**16, _SMALL_POOL, 2**23):
         if not bool((torch.empty(size, dtype=torch.uint8, device="cuda").cpu() == byte).all()):  # compared here: that allocates too
             raise RuntimeError(f"{size} bytes of fresh device memory do not hold 0x{byte:02x} after poisoning")
+
+
+def free_pieces(segments: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Sizes to ask the caching allocator for, largest first, so that every free block is handed out whole.
+
+    A block of the large pool is not split when no more than a mebibyte would be left, so it is asked for as it is; a request for more than
+    a mebibyte does not go to the small pool, whose blocks are asked for in two parts. segments: ``torch.cuda.memory_snapshot()``.
+    """
+    pieces: list[int] = []
+    for segment in segments:
+        for block in segment["blocks"]:
+            if block["state"] != "inactive":
+                continue
+            size = block["size"]
+            parts = (size,) if segment["segment_type"] == "large" or size <= _SMALL_POOL else (_SMALL_POOL, size - _SMALL_POOL)
+            pieces += parts
+    return sorted(pieces, reverse=True)
 
 
 def _unused(pool: str) -> int:

@@ -1,4 +1,4 @@
-"""What a worker may take of a GPU that others share."""
+"""What a worker may take of a GPU that others share, and what the allocator still has of it."""
 
 from __future__ import annotations
 
@@ -27,3 +27,19 @@ def test_alone_a_process_has_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(WORKERS_ON_GPU, raising=False)
     assert device.share() == 1.0
     device.share_memory()  # sets no fraction: that would start CUDA
+
+
+def test_every_free_block_is_asked_for_whole_and_largest_first() -> None:
+    mib = 2**20
+    blocks = [
+        {"size": 3 * mib, "state": "inactive"},
+        {"size": 5 * mib, "state": "active_allocated"},
+        {"size": mib + 512, "state": "inactive"},
+    ]
+    small = [
+        {"size": 512, "state": "inactive"},
+        {"size": 2 * mib - 512, "state": "inactive"},
+        {"size": mib, "state": "active_pending_free"},
+    ]
+    segments = [{"segment_type": "small", "blocks": small}, {"segment_type": "large", "blocks": blocks}]
+    assert modes.free_pieces(segments) == [3 * mib, mib + 512, mib, mib - 512, 512]
