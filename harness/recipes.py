@@ -142,6 +142,11 @@ def _accumulator(case: MoECase, act: ActQuant | None, backend: Backend) -> Accum
     return Accumulator.TENSOR_CORE_FP8 if act is not None else Accumulator.TENSOR_CORE
 
 
+def _int8_blocks(case: MoECase) -> bool:
+    """fused_moe.py, get_default_config: BLOCK_SIZE_K is 128 for FP8, and for others up to 64 tokens; 64 for more."""
+    return case.weight is Format.INT8 and case.weight_scale is Layout.BLOCK128
+
+
 def _triton(case: MoECase, entry: Entry, backend: Backend) -> Recipe:
     legacy = "fused_experts" in experts_expected(case, entry, backend)
     act = _act_quant(case, entry, backend)
@@ -170,4 +175,5 @@ def _triton(case: MoECase, entry: Entry, backend: Backend) -> Recipe:
         router_weight_exact=entry is not Entry.LAYER,
         w13_merge=W13Merge.REQUANTIZE_TO_MAX if per_tensor_halves else W13Merge.AS_STORED,
         weight_quant=_weight_quant(case, backend),
+        scaled_tile=64 if _int8_blocks(case) and case.tokens > 64 else None,
     )

@@ -39,22 +39,25 @@ def _store_through(x: Interval, formats: tuple[Format, ...]) -> Interval:
     return x
 
 
-def gemm(codes: Operand, a_scale: Interval | None, matrix: Matrix, accumulator: Accumulator, routed: Routed) -> Interval:
+def gemm(
+    codes: Operand, a_scale: Interval | None, matrix: Matrix, accumulator: Accumulator, routed: Routed, tile: int | None = None
+) -> Interval:
     """The GEMM of every row's expert before bias and router weight, [R, N]: codes [R, K] against ``matrix``, stacked [E, N, K].
 
     One scale per row and per output channel: a single accumulation over K, then the scales. Scales per 128 columns
-    (fused_moe.py, fused_moe_kernel: one dot per 128 of K, times both scales, added to an fp32 accumulator, K ascending): the partial
-    results of the groups, each scaled, then added in order.
+    (fused_moe.py, fused_moe_kernel: one dot per BLOCK_SIZE_K, times both scales, added to an fp32 accumulator, K ascending): the partial
+    results of the groups, or of narrower tiles, each scaled, then added in order.
     """
     weights = _weights(matrix, accumulator)
     a_groups = 1 if a_scale is None else a_scale.low.shape[1]
     w_groups = 1 if matrix.scale is None else matrix.scale.shape[-1]
-    if max(a_groups, w_groups) == 1:
+    step = matrix.width if tile is None else tile
+    if max(a_groups, w_groups) == 1 and (tile is None or tile >= codes.middle.shape[-1]):
         w_scale = None if matrix.scale is None else routed.each(matrix.scale[..., 0])
         return scaled(matmul(codes, weights, accumulator, routed), a_scale, w_scale)
     total: Interval | None = None
-    for g in range(max(a_groups, w_groups)):
-        columns = (..., slice(g * matrix.width, (g + 1) * matrix.width))
+    for start in range(0, codes.middle.shape[-1], step):
+        g, columns = start // matrix.width, (..., slice(start, start + step))
         a_own = None if a_scale is None else a_scale[(slice(None), slice(g, g + 1) if a_groups > 1 else slice(0, 1))]
         w_own = None if matrix.scale is None else routed.each(matrix.scale[..., g if w_groups > 1 else 0])
         part = scaled(matmul(codes[columns], weights[columns], accumulator, routed), a_own, w_own)
@@ -89,7 +92,7 @@ def _expert_gemms(
     stored = recipe.output if how is None else how.store or how.format
     prepared = operand(codes, stored, recipe.accumulator)
     bare = replace(matrix, scale=None) if scales_stored(matrix, recipe) else matrix.multiplied_out()
-    x = gemm(prepared, a_scale, bare, recipe.accumulator, routed)
+    x = gemm(prepared, a_scale, bare, recipe.accumulator, routed, recipe.scaled_tile)
     trace(f"sums of {name}", x)
     in_fp32 = recipe.epilogue is Epilogue.FP32
     if matrix.bias is not None and in_fp32:

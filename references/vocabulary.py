@@ -244,6 +244,7 @@ class Recipe:
     weight_store: Format | None = None  # codes times scale are rounded to this before they enter the GEMM; None: scales multiply sums
     weight_store_one_group: bool = True  # also where all of K shares one scale; False: that scale multiplies sums
     split_store: Format | None = None  # K may be divided among blocks, which add their results in this format; None: in fp32
+    scaled_tile: int | None = None  # columns of K whose sum is multiplied by group scales at once; None: a whole group
     epilogue: Epilogue = Epilogue.FP32
     global_scale: GlobalScale = GlobalScale.GROUPS
     weight_scale_fp8: bool = False  # group scales become E4M3 numbers under one fp32 scale per row, which multiplies sums
