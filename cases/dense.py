@@ -55,7 +55,7 @@ def dense_experts(case: MoECase) -> tuple[Expert, ...]:
     """The layer of a case as a checkpoint would hold it; see Projection for shapes."""
     if case.origin is Origin.PREQUANTIZED and packed.is_packed(case):
         return _packed_experts(case)
-    scales = _scales(case)
+    scales, zero = _scales(case), zero_expert(case)
     inputs = _input_scales(case) if case.static_input else {}
 
     def projection(expert: int, name: str) -> Projection:
@@ -65,7 +65,7 @@ def dense_experts(case: MoECase) -> tuple[Expert, ...]:
         else:  # amplitudes per output channel of weights in the hidden dtype
             values = bell(_key(case, expert, name, "weight"), case.shape(name)) * scale.double()
             codes, stored = values.to(TORCH_DTYPE[case.dtype]), None
-        if expert == zero_expert(case):
+        if expert == zero:
             codes = torch.zeros(codes.shape, dtype=codes.dtype)
         return Projection(
             codes=codes,
@@ -103,10 +103,12 @@ def _packed_experts(case: MoECase) -> tuple[Expert, ...]:
         peak_code = _QUANT_MAX[Format.E4M3FN] * _QUANT_MAX[Format.E2M1]
         inputs = dense_packed.global_scales(case, {name: [peak / peak_code] * case.experts for name, peak in peaks.items()}, "input_scale")
 
+    zero = zero_expert(case)
+
     def projection(expert: int, name: str) -> Projection:
         codes = dense_packed.codes(case, _key(case, expert, name, "weight"), case.shape(name))
         return Projection(
-            codes=dense_packed.zero_code(case, expert, name) if expert == zero_expert(case) else codes,
+            codes=dense_packed.zero_code(case, expert, name) if expert == zero else codes,
             format=case.weight,
             layout=case.weight_scale,
             scale=scales[name][expert],

@@ -108,7 +108,7 @@ def _inputs(case: MoECase, recipe: Recipe, checkpoint: Checkpoint, batch: Batch,
     stored = expected.experts(case, checkpoint)
     return Inputs(
         experts=stored,
-        loaded=load(stored, recipe),
+        loaded=answer.loaded or load(stored, recipe),
         hidden_states=batch.hidden_states,
         router_logits=batch.router_logits,
         routing=answer.routing,

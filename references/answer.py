@@ -48,6 +48,7 @@ def answer(experts: Sequence[Expert], hidden_states: torch.Tensor, routing: Rout
         contributions=contributions,
         routing=routing,
         output=recipe.output,
+        loaded=loaded,
     )
 
 

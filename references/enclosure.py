@@ -40,15 +40,21 @@ def _store_through(x: Interval, formats: tuple[Format, ...]) -> Interval:
 
 
 def gemm(
-    codes: Operand, a_scale: Interval | None, matrix: Matrix, accumulator: Accumulator, routed: Routed, tile: int | None = None
+    codes: Operand,
+    a_scale: Interval | None,
+    weights: Operand,
+    matrix: Matrix,
+    accumulator: Accumulator,
+    routed: Routed,
+    tile: int | None = None,
 ) -> Interval:
-    """The GEMM of every row's expert before bias and router weight, [R, N]: codes [R, K] against ``matrix``, stacked [E, N, K].
+    """The GEMM of every row's expert before bias and router weight, [R, N]: codes [R, K] against ``weights``, those of ``matrix``, stacked
+    [E, N, K].
 
     One scale per row and per output channel: a single accumulation over K, then the scales. Scales per 128 columns
     (fused_moe.py, fused_moe_kernel: one dot per BLOCK_SIZE_K, times both scales, added to an fp32 accumulator, K ascending): the partial
     results of the groups, or of narrower tiles, each scaled, then added in order.
     """
-    weights = _weights(matrix, accumulator)
     a_groups = 1 if a_scale is None else a_scale.low.shape[1]
     w_groups = 1 if matrix.scale is None else matrix.scale.shape[-1]
     step = matrix.width if tile is None else tile
@@ -66,7 +72,8 @@ def gemm(
     return total
 
 
-def _weights(matrix: Matrix, accumulator: Accumulator) -> Operand:
+def read(matrix: Matrix, accumulator: Accumulator) -> Operand:
+    """The codes of ``matrix`` as the GEMM multiplies them."""
     return operand(exactly(matrix.codes) if matrix.low is matrix.high else Interval(matrix.low, matrix.high), matrix.format, accumulator)
 
 
@@ -92,7 +99,8 @@ def _expert_gemms(
     stored = recipe.output if how is None else how.store or how.format
     prepared = operand(codes, stored, recipe.accumulator)
     bare = replace(matrix, scale=None) if scales_stored(matrix, recipe) else matrix.multiplied_out()
-    x = gemm(prepared, a_scale, bare, recipe.accumulator, routed, recipe.scaled_tile)
+    codes_read = read(bare, recipe.accumulator)
+    x = gemm(prepared, a_scale, codes_read, bare, recipe.accumulator, routed, recipe.scaled_tile)
     trace(f"sums of {name}", x)
     in_fp32 = recipe.epilogue is Epilogue.FP32
     if matrix.bias is not None and in_fp32:
@@ -103,7 +111,7 @@ def _expert_gemms(
     if in_fp32:
         trace(f"results of {name}, with bias and router weight", x)
         return _store_through(x, recipe.compute)
-    divided = None if recipe.split_store is None else slices(prepared, _weights(bare, recipe.accumulator), routed)
+    divided = None if recipe.split_store is None else slices(prepared, codes_read, routed)
     if divided is None:
         x = _finished(_store_through(x, recipe.compute), matrix, recipe, routed)
     else:

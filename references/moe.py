@@ -64,6 +64,7 @@ class Answer:
     low, high [M, H]: the recipe on intervals, before the last rounding; low <= expected <= high.
     output: the dtype of the last rounding. An actual value is honest when round(low) <= actual <= round(high).
     gain_bias: relative bias the recipe itself allows (0 for unbiased accumulators).
+    loaded: the weights all of it was computed with.
     """
 
     expected: torch.Tensor
@@ -73,6 +74,7 @@ class Answer:
     routing: Routing
     output: Format
     gain_bias: float = 0.0
+    loaded: tuple[LoadedExpert, ...] = ()
 
 
 def quantized_rows(rows: torch.Tensor, how: ActQuant | None, static_scale: torch.Tensor | None) -> torch.Tensor:

@@ -156,15 +156,22 @@ def matmul(a: Operand, w: Operand, accumulator: Accumulator, routed: Routed) -> 
     return Interval(centre - radius, centre + radius)
 
 
+def _by_scale(x: Interval, scale: Interval) -> Interval:
+    """x times a scale [R, 1], which is not negative: two corners for each end."""
+    if scale.low is scale.high:
+        return times(x, scale)
+    return Interval(torch.minimum(x.low * scale.low, x.low * scale.high), torch.maximum(x.high * scale.low, x.high * scale.high))
+
+
 def scaled(x: Interval, a_scale: Interval | None, w_scale: torch.Tensor | None) -> Interval:
     """An accumulator times the activation scale [R, 1] times the weight scale [R, N], in either order, each product rounded to fp32."""
     if a_scale is not None and w_scale is not None:
-        x = times(x, a_scale)  # scales are not negative, and [R, 1] broadcasts
+        x = _by_scale(x, a_scale)
         inexact = (~is_power_of_two(a_scale.low)).to(torch.float64) * (~is_power_of_two(w_scale)).to(torch.float64) * U32
         x = widen(x, inexact * x.low.abs(), inexact * x.high.abs())
         x = Interval(x.low * w_scale, x.high * w_scale)
     elif a_scale is not None:
-        x = times(x, a_scale)
+        x = _by_scale(x, a_scale)
     elif w_scale is not None:
         x = Interval(x.low * w_scale, x.high * w_scale)
     else:

@@ -30,7 +30,8 @@ def slices(a: Operand, w: Operand) -> Slices | None:
 
 
 def gemm(rows: Operand, matrix: Matrix, accumulator: Accumulator) -> Interval:
-    return enclosure.gemm(rows, None, stacked([matrix]), accumulator, _all(rows))
+    alone = stacked([matrix])
+    return enclosure.gemm(rows, None, enclosure.read(alone, accumulator), alone, accumulator, _all(rows))
 
 
 def finished(x: Interval, matrix: Matrix, recipe: Recipe) -> Interval:

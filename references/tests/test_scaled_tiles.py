@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from references.bounds import Interval, exactly
-from references.enclosure import gemm
+from references.enclosure import gemm, read
 from references.loading import Matrix, stacked
 from references.products import Routed, operand
 from references.vocabulary import Accumulator, Format
@@ -25,7 +25,8 @@ def scales(rows: int, groups: int, seed: int) -> torch.Tensor:
 def enclosed(a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, tile: int | None) -> Interval:
     matrix = Matrix(codes=w, low=w, high=w, format=Format.INT8, scale=w_scale, bias=None)
     prepared = operand(exactly(a), Format.INT8, Accumulator.INT32)
-    return gemm(prepared, exactly(a_scale), stacked([matrix]), Accumulator.INT32, Routed.of([a.shape[0]]), tile)
+    alone, accumulator = stacked([matrix]), Accumulator.INT32
+    return gemm(prepared, exactly(a_scale), read(alone, accumulator), alone, accumulator, Routed.of([a.shape[0]]), tile)
 
 
 def kernel(a: torch.Tensor, a_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, tile: int) -> torch.Tensor:
