@@ -22,7 +22,7 @@ positive products pull the result down, negative ones up. The accumulator is a m
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import EllipsisType
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ from references.formats import binade
 from references.vocabulary import Accumulator
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from references.products import Operand, Routed
 
@@ -65,7 +65,7 @@ def truncation(a: Operand, w: Operand, routed: Routed) -> Pull:
 
     Sums of products of FP8 codes, and of what is lost of them, have few bits: float64 holds them exactly, in any order.
     """
-    pairs = _pairs(a, w, routed)
+    experts = _experts(a, w, routed)
     middles, spreads = _chunks(a, w, FP8_STEP, routed)
     lows, highs = (middles - spreads).cumsum(0), (middles + spreads).cumsum(0)
     low = high = torch.zeros_like(middles[0])  # the exact partial sum is in [low, high]
@@ -73,13 +73,12 @@ def truncation(a: Operand, w: Operand, routed: Routed) -> Pull:
     least = torch.full_like(low, torch.inf)  # and is a multiple of this
     for step in range(len(middles)):
         k = slice(step * FP8_STEP, (step + 1) * FP8_STEP)
-        here = [pair.columns(k) for pair in pairs]
-        sizes = [pair.sizes() if pair.one_by_one else None for pair in here]
-        largest = [pair.largest() if size is None else size.amax(2) for pair, size in zip(here, sizes, strict=True)]
-        quantum = _quantum(torch.maximum(torch.maximum(down - low, high + up), torch.cat(largest)))
+        here = [expert.products(k) for expert in experts]
+        largest = torch.cat([products.largest() for products in here])
+        quantum = _quantum(torch.maximum(torch.maximum(down - low, high + up), largest))
         carried = (quantum - least).clamp_min_(0.0)
         finest = _finest(a, w, k, routed)
-        positive, negative = _each(pair.lost(quantum[rows], size) for pair, rows, size in zip(here, routed.spans, sizes, strict=True))
+        positive, negative = _each(products.lost(quantum[rows]) for products, rows in zip(here, routed.spans, strict=True))
         coarse = finest < quantum
         below = positive * coarse + torch.minimum(carried, (high + up).clamp_min_(0.0))
         above = negative * coarse + torch.minimum(carried, (down - low).clamp_min_(0.0))
@@ -96,15 +95,15 @@ def truncation_in_any_order(a: Operand, w: Operand, routed: Routed) -> Pull:
 
     No partial sum of steps with results t exceeds (sum |t| + |sum t|) / 2.
     """
-    pairs = _pairs(a, w, routed)
+    experts = _experts(a, w, routed)
     middles, spreads = _chunks(a, w, FP8_STEP, routed)
     most = ((middles.abs() + spreads).sum(0) + middles.sum(0).abs() + spreads.sum(0)) / 2.0
-    largest = torch.cat([pair.largest() for pair in pairs])
+    largest = a.magnitude.amax(1, keepdim=True) * routed.each(w.magnitude.amax(2))
     finest = _finest(a, w, slice(None), routed)
     pull = Pull(torch.zeros_like(most), torch.zeros_like(most))
     for _ in range(2):  # the accumulator carries its own error
         quantum = _quantum(torch.maximum(most + torch.maximum(*pull), largest))
-        lost = _each(pair.lost_of_all(quantum[rows]) for pair, rows in zip(pairs, routed.spans, strict=True))
+        lost = _each(expert.lost(quantum[rows]) for expert, rows in zip(experts, routed.spans, strict=True))
         carried = 3.0 * len(middles) * (quantum - finest).clamp_min(0.0)  # into a step, out of it, and into the sum of the warps' results
         pull = Pull(*(each.masked_fill(finest >= quantum, 0.0) + carried for each in lost))
     return pull
@@ -160,7 +159,7 @@ def slices(a: Operand, w: Operand, routed: Routed) -> Slices | None:
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One operand, rows [R, K] or matrices [E, N, K]. sign: 1.0 or -1.0, 0.0 where the value is 0 or may have either sign."""
+    """One operand. sign: 1.0 or -1.0, 0.0 where the value is 0 or may have either sign."""
 
     magnitude: torch.Tensor
     lowest: torch.Tensor
@@ -174,8 +173,12 @@ class _Side:
             sign = torch.sign(torch.sign(x.middle - x.radius) + torch.sign(x.middle + x.radius))
         return cls(x.magnitude, x.lowest, sign)
 
-    def __getitem__(self, index: slice | int | tuple[EllipsisType, slice]) -> _Side:
-        return _Side(self.magnitude[index], self.lowest[index], self.sign[index])
+    def each(self, step: Callable[[torch.Tensor], torch.Tensor]) -> _Side:
+        return _Side(step(self.magnitude), step(self.lowest), step(self.sign))
+
+    def either(self) -> bool:
+        """Whether a value may have either sign."""
+        return bool(((self.sign == 0) & (self.magnitude > 0)).any())
 
     def signs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """1.0 where the value may be positive, and where it may be negative."""
@@ -183,50 +186,40 @@ class _Side:
         return (some & (self.sign >= 0)).to(self.sign.dtype), (some & (self.sign <= 0)).to(self.sign.dtype)
 
 
-class _Pair(NamedTuple):
-    """One expert's rows x [M, K] and matrix y [N, K]. either: some value may have either sign."""
+class _OneByOne(NamedTuple):
+    """Products looked at one by one, of x [K, M, 1] and y [K, 1, N]. either: some may have either sign."""
 
     x: _Side
     y: _Side
-    one_by_one: bool
     either: bool
-
-    def columns(self, k: slice) -> _Pair:
-        return self._replace(x=self.x[..., k], y=self.y[..., k])
-
-    def sizes(self) -> torch.Tensor:
-        """Magnitudes of the products, [M, N, K]."""
-        return self.x.magnitude[:, None] * self.y.magnitude
+    sizes: torch.Tensor  # [K, M, N]
 
     def largest(self) -> torch.Tensor:
-        """At least the largest of them, [M, N]."""
-        return self.x.magnitude.amax(1, keepdim=True) * self.y.magnitude.amax(1)
+        return self.sizes.amax(0)
 
-    def lost(self, quantum: torch.Tensor, sizes: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def lost(self, quantum: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What truncating the products to ``quantum`` [M, N] takes away at most, over the positive and over the negative ones."""
-        if sizes is None:
-            return self._lost_together(quantum)
-        lost = torch.minimum(sizes, (quantum.unsqueeze(2) - self.x.lowest[:, None] * self.y.lowest).clamp_min_(0.0))
-        signed = lost * (self.x.sign[:, None] * self.y.sign)
-        total, difference = lost.sum(2), signed.sum(2)
-        known = signed.abs_().sum(2) if self.either else total  # of products whose sign is known; the others count on both sides
+        lost = (quantum - self.x.lowest * self.y.lowest).clamp_min_(0.0)
+        torch.minimum(lost, self.sizes, out=lost)
+        total = lost.sum(0)
+        signed = lost.mul_(self.x.sign * self.y.sign)
+        difference = signed.sum(0)
+        known = signed.abs_().sum(0) if self.either else total  # of products whose sign is known; the others count on both sides
         return total - (known - difference) / 2.0, total - (known + difference) / 2.0
 
-    def lost_of_all(self, quantum: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same over all of K, a part of it at a time."""
-        if not self.one_by_one:
-            return self._lost_together(quantum)
-        positive, negative = torch.zeros_like(quantum), torch.zeros_like(quantum)
-        width = max(1, _AT_ONCE // quantum.numel())
-        for start in range(0, self.x.sign.shape[1], width):
-            part = self.columns(slice(start, start + width))
-            above, below = part.lost(quantum, part.sizes())
-            positive, negative = positive + above, negative + below
-        return positive, negative
 
-    def _lost_together(self, quantum: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As matrix products, by q - l <= C(p) * q * (q / l)**p (references/products.py) for p = 1/2, 1 and 2; a vague one, of whose low
-        bits nothing is known, loses q."""
+class _Together(NamedTuple):
+    """Products bounded together, of x [M, K] and y [N, K]."""
+
+    x: _Side
+    y: _Side
+
+    def largest(self) -> torch.Tensor:
+        return self.x.magnitude.amax(1, keepdim=True) * self.y.magnitude.amax(1)
+
+    def lost(self, quantum: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As one by one, by q - l <= C(p) * q * (q / l)**p (references/products.py) for p = 1/2, 1 and 2; a vague one, of whose low bits
+        nothing is known, loses q."""
         sides = (self.x, self.y)
         vague = [(side.lowest < side.magnitude * 2.0**-10).to(quantum.dtype) for side in sides]
         known = [side.lowest.masked_fill(each > 0, torch.inf) for side, each in zip(sides, vague, strict=True)]
@@ -247,11 +240,44 @@ class _Pair(NamedTuple):
         return best[0] + quantum * whole[0], best[1] + quantum * whole[1]
 
 
-def _pairs(a: Operand, w: Operand, routed: Routed) -> list[_Pair]:
-    x, y = _Side.of(a), _Side.of(w)
-    either = any(each.radius is not None and bool(((side.sign == 0) & (side.magnitude > 0)).any()) for each, side in ((a, x), (w, y)))
-    per_row = w.middle[0].numel()
-    return [_Pair(x[rows], y[e], (rows.stop - rows.start) * per_row <= _EACH_ONE, either) for e, rows in enumerate(routed.spans)]
+@dataclass(frozen=True, slots=True)
+class _Expert:
+    """One expert's rows x and matrix y, as _OneByOne or _Together has them."""
+
+    x: _Side
+    y: _Side
+    one_by_one: bool
+    either: bool
+
+    def products(self, k: slice) -> _OneByOne | _Together:
+        if not self.one_by_one:
+            return _Together(self.x.each(itemgetter((slice(None), k))), self.y.each(itemgetter((slice(None), k))))
+        x, y = self.x.each(itemgetter(k)), self.y.each(itemgetter(k))
+        return _OneByOne(x, y, self.either, x.magnitude * y.magnitude)
+
+    def lost(self, quantum: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Over all of K, a part of it at a time."""
+        if not self.one_by_one:
+            return self.products(slice(None)).lost(quantum)
+        positive, negative = torch.zeros_like(quantum), torch.zeros_like(quantum)
+        width = max(1, _AT_ONCE // quantum.numel())
+        for start in range(0, len(self.x.sign), width):
+            above, below = self.products(slice(start, start + width)).lost(quantum)
+            positive, negative = positive + above, negative + below
+        return positive, negative
+
+
+def _experts(a: Operand, w: Operand, routed: Routed) -> list[_Expert]:
+    left, right = _Side.of(a), _Side.of(w)
+    either = (a.radius is not None and left.either()) or (w.radius is not None and right.either())
+    experts = []
+    for e, rows in enumerate(routed.spans):
+        x, y = left.each(itemgetter(rows)), right.each(itemgetter(e))
+        one_by_one = x.sign.numel() * y.sign.shape[0] <= _EACH_ONE
+        if one_by_one:
+            x, y = x.each(lambda each: each.T.contiguous().unsqueeze(2)), y.each(lambda each: each.T.contiguous().unsqueeze(1))
+        experts.append(_Expert(x, y, one_by_one, either))
+    return experts
 
 
 def truncates(accumulator: Accumulator) -> bool:
