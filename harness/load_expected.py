@@ -8,6 +8,7 @@ import torch
 
 from cases.case import Entry, MoECase
 from cases.checkpoint import Checkpoint
+from cases.packed import is_packed
 from harness import expected
 from harness.architectures import requested
 from harness.backends import Backend
@@ -26,7 +27,7 @@ def quantized(case: MoECase, checkpoint: Checkpoint, backend: Backend) -> tuple[
     Merging goes through fp16 (w8a8_utils.py, per_tensor_dequantize), and where a product is subnormal there, the code it is rounded to
     may be either neighbour of the exact quotient: less than what merging costs anyway. Everywhere else codes are the reference's.
     """
-    here = Backend.INTERPRETER if requested() else backend  # a CPU that answers as a GPU rounds as a CPU
+    here = Backend.INTERPRETER if requested() or is_packed(case) else backend  # a CPU that answers as a GPU rounds as a CPU
     how = recipe(case, Entry.LAYER, here)
     plain = replace(how, weight_requant=None, weight_scale_store=None, weight_store=None, accumulator=Accumulator.FP32)
     stored = expected.experts(case, checkpoint)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from cases.case import MoECase, Origin
+from cases.case import MoECase
 from cases.checkpoint import Checkpoint
 from harness import load_expected
 from harness.backends import Backend
 from harness.load_oracles import Finding, Oracle
-from references import mx_online
 from references.formats import decode, round_to, torch_dtype
 from references.humming_layout import column_scales, weight_codes
 from references.loading import LoadedExpert, Matrix
@@ -46,16 +44,8 @@ def left(case: MoECase, experts: tuple[LoadedExpert, ...], seen: Loading) -> Ite
 
 
 def quantized(case: MoECase, checkpoint: Checkpoint) -> tuple[LoadedExpert, ...]:
-    """What loading arrives at on a CPU before Humming's conversion: as on the interpreter lane; online MX weights quantized here."""
-    loaded = load_expected.quantized(case, checkpoint, Backend.INTERPRETER)
-    if case.origin is not Origin.ONLINE or case.weight_scale is not Layout.GROUP32:
-        return loaded
-    return tuple(replace(expert, w13=_microscaled(expert.w13, case), w2=_microscaled(expert.w2, case)) for expert in loaded)
-
-
-def _microscaled(matrix: Matrix, case: MoECase) -> Matrix:
-    codes, scale = mx_online.quantize(matrix.codes, case.weight)
-    return replace(matrix, codes=codes, low=codes, high=codes, scale=scale, format=case.weight, width=mx_online.WIDTH)
+    """What loading arrives at on a CPU before Humming's conversion."""
+    return load_expected.quantized(case, checkpoint, Backend.INTERPRETER)
 
 
 def handed(case: MoECase, experts: tuple[LoadedExpert, ...], seen: Loading) -> Iterator[Finding]:

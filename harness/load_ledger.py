@@ -33,6 +33,8 @@ def judge_question(known: Ledger, verdict: Verdict, question: str, case: MoECase
     """An entry about ``question:case`` is strict. A layer that cannot be loaded is known where the entry about the case says so."""
     here = version("vllm") or ""
     judged = known.judge(verdict, f"{question}:{case.id}", Entry.LAYER, backend, here)
+    if judged.standing is Standing.STOPPED_FAILING and verdict.outcome is Outcome.PASS and verdict.detail:  # it ended before it could fail
+        return Judged(standing=Standing.CLEAN)
     if judged.issue is not None or verdict.outcome is not Outcome.LOAD_ERROR:
         return judged
     broad = known.judge(verdict, case.id, Entry.LAYER, backend, here)

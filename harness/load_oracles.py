@@ -118,16 +118,19 @@ def _sizes(case: MoECase, checkpoint: Mapping[str, torch.Tensor], mine: tuple[Pl
             yield Finding(oracle=Oracle.SIZE, what=kinds[name], text=text)
 
 
-def peak(case: MoECase, seen: Loading) -> Iterator[Finding]:
+def peak(case: MoECase, seen: Loading, *, requantized: bool = False) -> Iterator[Finding]:
     """Inputs are there already. Beside outputs: for one expert's larger matrix a copy in the checkpoint's dtype, the quotient in fp32 and
-    its rounded copy; and for all experts each scale twice, as the largest value and as the scale that is made of it."""
+    its rounded copy; and for all experts each scale twice, as the largest value and as the scale that is made of it.
+
+    requantized: weights are quantized once more for the kernel, and one expert's are multiplied out by spread scales first, in fp32.
+    """
     allocated = seen.allocated
     if allocated is None:
         raise ValueError("the subject did not count what was allocated")
     one = max(case.shape("up_proj")[0] * case.shape("up_proj")[1] * (2 if case.activation.gated else 1), case.hidden * case.intermediate)
     one = one if not rounded_up(case) else _whole_blocks(case)
     scales = sum(4 * tensor.numel() for name, tensor in seen.after.items() if "scale" in name)
-    scratch = one * (4 + 4 + torch_dtype(case.dtype).itemsize) + 2 * scales
+    scratch = one * (4 + 4 + torch_dtype(case.dtype).itemsize + (8 if requantized else 0)) + 2 * scales
     allowed = allocated.kept + scratch + _LIVE * allocated.granularity
     if allocated.peak > allowed:
         text = (

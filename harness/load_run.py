@@ -17,6 +17,7 @@ from harness.load_oracles import CLAIMS, Finding, Oracle
 from harness.load_stop import needs_gpu
 from harness.loading import Question
 from harness.pipeline import PairResult
+from harness.recipes import recipe
 from harness.refusals_architecture import declared
 from harness.subject import LoadFailed, RunFailed
 from harness.subject.loading import Depth
@@ -49,7 +50,7 @@ def ask(question: Question | Bad, pair: Pair, backend: Backend, subject: Loads) 
     except RunFailed as error:
         verdict = judge.raised(Outcome.RUN_ERROR, error.detail)
     else:
-        verdict = _verdict(question, found)
+        verdict = _verdict(question, found, str(extras.get("stops_at", "")))
     return PairResult(verdict=verdict, timings={"loading": time.perf_counter() - began}, extras=extras)
 
 
@@ -60,9 +61,10 @@ def _refused(case: MoECase, backend: Backend, error: LoadFailed) -> Verdict:
     return judge.raised(Outcome.LOAD_ERROR, error.detail)
 
 
-def _verdict(question: Question, found: list[Finding]) -> Verdict:
+def _verdict(question: Question, found: list[Finding], stops_at: str) -> Verdict:
+    """``stops_at``: what ended the conversion early, for want of a GPU."""
     if not found:
-        return Verdict(outcome=Outcome.PASS, claim=_HELD[question])
+        return Verdict(outcome=Outcome.PASS, claim=_HELD[question], detail=stops_at)
     broken = list(dict.fromkeys(finding.oracle for finding in found))
     texts = [finding.text for finding in found]
     more = [f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
@@ -129,9 +131,11 @@ def _memory(
     case: MoECase, checkpoint: Checkpoint, backend: Backend, subject: WatchedLoading, extras: dict[str, object]
 ) -> Iterable[Finding]:
     seen = subject.watch_loading(case, checkpoint)
+    if seen.allocated is not None and seen.allocated.granularity > 1:
+        seen = subject.watch_loading(case, checkpoint)  # on a GPU the first one also compiles and tunes kernels
     assert seen.allocated is not None
     extras |= {"quant_method": seen.quant_method, "peak_bytes": seen.allocated.peak, "kept_bytes": seen.allocated.kept}
-    return load_oracles.peak(case, seen)
+    return load_oracles.peak(case, seen, requantized=recipe(case, Entry.LAYER, backend).weight_requant is not None)
 
 
 _ASKED: dict[Question, _Answers] = {

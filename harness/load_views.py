@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cases.case import MoECase
-from cases.packed import weight_only_words
+from cases.case import MoECase, Origin
+from cases.packed import is_packed
+from harness import load_packed
 from harness.backends import Backend
 from harness.load_oracles import Finding, Oracle
 from harness.load_places import interleaved, rounded_up
@@ -27,18 +28,36 @@ KEEPS_LAYOUT = (Backend.INTERPRETER, Backend.TRITON)  # lanes whose kernels read
 
 
 def speaks_of(case: MoECase) -> bool:
-    """Whether codes and scales are laid out in a way that is read here."""
-    whole = case.weight in _WHOLE and not weight_only_words(case)
-    return whole and case.weight_scale in _LAYOUTS and not interleaved(case)
+    """Whether codes and scales are laid out in a way that is read here or in harness/load_packed.py."""
+    online_nvfp4 = case.origin is Origin.ONLINE and case.weight_scale is Layout.GROUP16  # for SM100: nothing to hear it on
+    return not online_nvfp4 if is_packed(case) else case.weight in _WHOLE and case.weight_scale in _LAYOUTS
 
 
 def converted(case: MoECase, experts: tuple[LoadedExpert, ...], seen: Loading, backend: Backend) -> Iterator[Finding]:
     """Each converter's view, and the layer's own afterwards where the lane keeps the layout."""
+    check = load_packed.check if is_packed(case) else _check
     for handed in seen.handed:
         given, whole = _view(handed)
-        yield from _check(case, experts, given, Oracle.HANDED, handed.converter, whole=whole)
-    if backend in KEEPS_LAYOUT:
-        yield from _check(case, experts, seen.after, Oracle.LEFT, "layer", whole=True)
+        yield from check(case, experts, _in_halves(case, given), Oracle.HANDED, handed.converter, whole=whole)
+    if backend in KEEPS_LAYOUT and _keeps(case) and not seen.ended:
+        yield from check(case, experts, _in_halves(case, seen.after), Oracle.LEFT, "layer", whole=True)
+
+
+def _keeps(case: MoECase) -> bool:
+    """Of the packed formats Triton's lanes make other layouts for MXFP4: triton_kernels' own, or Marlin's."""
+    return not (is_packed(case) and case.weight is Format.E2M1 and case.weight_scale is Layout.GROUP32)
+
+
+def _in_halves(case: MoECase, given: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Gate rows first, up rows after, where they alternate."""
+    if not interleaved(case):
+        return given
+    rows = 2 * case.intermediate
+
+    def sorted_rows(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat((tensor[:, :rows:2], tensor[:, 1:rows:2]), 1)
+
+    return {name: sorted_rows(t) if name.startswith("w13") and t.dim() > 1 and t.shape[1] >= rows else t for name, t in given.items()}
 
 
 def _view(handed: Handed) -> tuple[Mapping[str, torch.Tensor], bool]:

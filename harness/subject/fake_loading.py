@@ -12,6 +12,7 @@ import torch
 
 from cases.case import Entry, Origin
 from cases.checkpoint import make_checkpoint
+from cases.packed import is_packed
 from cases.sharding import slice_of
 from cases.shards import Shard, whole_groups
 from cases.spoil import SHARD
@@ -23,7 +24,7 @@ from harness.subject.fake import FakeSubject
 from harness.subject.loading import Allocated, Depth, Handed, Loading
 from references.formats import encode, torch_dtype
 from references.shards import shard
-from references.vocabulary import Layout
+from references.vocabulary import CheckpointFormat, Layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,6 +46,7 @@ class LoadFault(Enum):
     SCALE_DROPPED = "one expert's scales are never written"
     SCALE_OF_NEIGHBOUR = "one expert has the scales of the one before"
     UP_SCALE_IS_GATES = "gate's scale is written for both halves"
+    NIBBLES_SWAPPED = "the two codes of a byte, or of each byte of a word, trade places"
     BIAS_DROPPED = "biases have no parameter and are passed over"
     ROWS_DOUBLED = "a layer without a gate holds rows for one"
     COLUMN_UNWRITTEN = "the last column of w2 is never written"
@@ -68,11 +70,22 @@ class LoadFault(Enum):
 
 _NAME = re.compile(r"(\d+)\.(gate_proj|up_proj|down_proj)\.(.+)")
 _WEIGHT_SCALES = ("weight_scale", "weight_scale_inv")
-_KINDS = ("weight", "weight_scale", "weight_scale_inv", "input_scale", "bias")
+_KINDS = (
+    *("weight", "weight_scale", "weight_scale_inv", "input_scale", "bias"),
+    *("weight_packed", "weight_zero_point", "weight_shape", "weight_scale_2", "weight_global_scale", "input_global_scale"),
+)
+_READS = (CheckpointFormat.COMPRESSED_TENSORS, CheckpointFormat.QUARK, CheckpointFormat.MODELOPT, CheckpointFormat.VLLM_FP8)
+
+
+def reads(case: MoECase) -> bool:
+    """Whether the fake can load the case: rows of the weight first, an expert to a tensor, nothing microscaled here."""
+    if case.origin is Origin.PREQUANTIZED:
+        return case.checkpoint in _READS
+    return not case.activation.interleaved and not is_packed(case)
 
 
 class FakeLoading:
-    """Loads any case whose scales are per tensor, channel or 128 x 128 block; with ``fault``, wrongly."""
+    """Loads any case that ``reads`` names; with ``fault``, wrongly."""
 
     def __init__(self, backend: Backend, fault: LoadFault | None = None) -> None:
         """``backend`` decides the recipe."""
@@ -107,7 +120,7 @@ class FakeLoading:
         for name, tensor in checkpoint.tensors.items():
             consumed[name] = self._load(case, name, tensor, before, depth)
         after, handed = self._process(case, checkpoint, before)
-        weights = sum(after[name].nbytes for name in ("w13_weight", "w2_weight"))
+        weights = sum(tensor.nbytes for name, tensor in after.items() if name.endswith(("_weight", "_weight_packed")))
         kept = weights if case.origin is Origin.ONLINE else 0
         peak = kept + 2 * weights if fault is LoadFault.FULL_SIZE_TEMPORARIES else kept
         return Loading(
@@ -170,8 +183,10 @@ class FakeLoading:
                 tensor = checkpoint.tensors.get(f"0.{projection}.{kind}")
                 if tensor is None or (kind == "bias" and self._fault is LoadFault.BIAS_DROPPED):
                     continue
-                if kind == "input_scale":
+                if kind == "input_scale" and case.weight_scale is not Layout.GROUP16:
                     shape: tuple[int, ...] = (case.experts,)
+                elif kind == "weight_shape":
+                    shape = (case.experts, 2)
                 elif tensor.numel() == 1 and case.weight_scale is not Layout.BLOCK128:
                     shape = (case.experts, count) if prefix == "w13" else (case.experts,)
                 else:
@@ -239,10 +254,17 @@ class FakeLoading:
                     scales = torch.cat([half[:, ::128] for half in halves], dim=1)
                 after[f"{prefix}_weight_scale"] = scales
             assert after["w13_weight"].dtype is torch_dtype(case.weight)
+        if fault is LoadFault.NIBBLES_SWAPPED:
+            after |= {name: _swapped(tensor) for name, tensor in after.items() if name.endswith(("_weight", "_weight_packed"))}
         state = dict(after)
         if fault is LoadFault.HANDED_BEFORE_INSTALLED:
             state = {name: tensor for name, tensor in state.items() if "weight_scale" not in name}
         return after, (Handed(converter="fake_converter", arguments={}, state=state),)
+
+
+def _swapped(tensor: torch.Tensor) -> torch.Tensor:
+    codes = tensor.view(torch.uint8)
+    return (codes >> 4 | codes << 4).view(tensor.dtype)
 
 
 def _stretched(projection: Projection) -> Projection:
@@ -252,8 +274,8 @@ def _stretched(projection: Projection) -> Projection:
 
 def _put(case: MoECase, parameter: torch.Tensor, expert: int, projection: str, tensor: torch.Tensor) -> None:
     cell = parameter[expert]
-    if cell.dim() == 0:
-        cell.copy_(tensor.reshape(()))
+    if cell.dim() == 0 or tensor.dtype is torch.int64:  # int64: the shape of the weight, of either half
+        cell.copy_(tensor.reshape(cell.shape))
         return
     size = tensor.shape[0] if tensor.dim() else 1
     start = size if projection == "up_proj" and case.activation.gated else 0

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from harness.subject.allocations import Ledger, Poison, fill
 from harness.subject.loading import Allocated, Handed, Loading
@@ -123,14 +124,15 @@ def _counted_on_cuda(process: Callable[[torch.nn.Module], Any], layer: torch.nn.
     """The caching allocator's own statistics; it has none of single allocations."""
     device = next(layer.parameters()).device
     torch.cuda.synchronize(device)
-    there = {each.untyped_storage().data_ptr() for each in layer.parameters()}
+    there = {each.untyped_storage().data_ptr(): StorageWeakRef(each.untyped_storage()) for each in layer.parameters()}
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     result = process(layer)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     kept = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in layer.parameters()}
-    seen.allocated = Allocated(peak=peak, kept=sum(size for key, size in kept.items() if key not in there), largest=0, granularity=512)
+    new = sum(size for key, size in kept.items() if key not in there or there[key].expired())  # addresses come twice
+    seen.allocated = Allocated(peak=peak, kept=new, largest=0, granularity=512)
     return result
 
 

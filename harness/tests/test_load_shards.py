@@ -12,13 +12,13 @@ from cases.case import Entry, MoECase
 from cases.checkpoint import make_checkpoint
 from cases.sharding import slice_of
 from cases.shards import RANKS, Shard, common_width, cut_cases, shard_cases, whole_groups
-from harness import load_shards, load_views
+from harness import load_shards
 from harness.backends import Backend
 from harness.expected import experts
 from harness.load_run import ask
 from harness.loading import Question
 from harness.pairs import Pair
-from harness.subject.fake_loading import FakeLoading, LoadFault
+from harness.subject.fake_loading import FakeLoading, LoadFault, reads
 from harness.verdict import Outcome, Verdict
 from references.moe import Projection
 from references.shards import shard
@@ -27,7 +27,7 @@ LANE = Backend.INTERPRETER
 CHANNEL = "e4m3fn-channel-dyntoken-quark-silu-bf16-e4k2m8h128i96-balanced-bias"
 WORDS = "int4-group32-none-ct-silu-bf16-e4k2m8h128i96-balanced"
 NVFP4 = "e2m1-group16-dyngroup16-modelopt-silu-bf16-e4k2m8h128i48-balanced"
-READ = [case for case in shard_cases() if load_views.speaks_of(case)]  # what the fake's loader reads
+READ = [case for case in shard_cases() if reads(case)]
 
 
 def became(question: Question | Bad, text: str, fault: LoadFault | None = None) -> Verdict:
