@@ -41,6 +41,10 @@ SMOKE_BOUNDARIES: tuple[tuple[str, tuple[Entry, ...]], ...] = (
     ("e4m3fn-block128-dyngroup128-ct-silu-bf16-e4k2m8h128i128-balanced-bias", _BOTH),
     # shut: ModelOpt FP8 drops biases
     ("e4m3fn-tensor-static-modelopt-silu-bf16-e4k2m8h128i64-balanced-bias", _LAYER),
+    # rows packed per expert, for the kernels that take silu and blocks only
+    ("e4m3fn-block128-dyngroup128-raw-silu-bf16-e4k2m8h256i128-balanced", _BATCHED),
+    ("e4m3fn-block128-dyngroup128-raw-silu-bf16-e4k1m17h128i256-skewed-norenorm-onin", _BATCHED),
+    ("e4m3fn-block128-dyngroup128-raw-silu-bf16-e5k3m3h256i256-balanced-norenorm", _BATCHED),
     # shut: batched experts drop biases
     ("bf16-none-none-plain-silu-bf16-e4k2m8h128i64-balanced-bias", _BATCHED),
     ("e4m3fn-channel-dyntoken-raw-silu-bf16-e4k2m8h128i64-balanced-bias", _BATCHED),

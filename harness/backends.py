@@ -190,14 +190,14 @@ SPECS: dict[Backend, BackendSpec] = {
     ),
     Backend.DEEP_GEMM: BackendSpec(
         moe_backend="deep_gemm",
-        expert_classes={Entry.LAYER: frozenset({"DeepGemmExperts"})},
+        expert_classes={Entry.LAYER: frozenset({"DeepGemmExperts"}), Entry.BATCHED: frozenset({"BatchedDeepGemmExperts"})},
         architectures=("sm90", "sm100", "sm120"),
         modules=(("deep_gemm", "vllm.third_party.deep_gemm"),),
         claims=tuple(
             claim(which, BLOCK, activations=frozenset({Activation.SILU}), dtypes=frozenset({Format.BF16}))
             for which in (CT, QUARK, VLLM_FP8, ONLINE)
         ),
-        refusals=refusals_cuda.DEEP_GEMM,
+        refusals=(*refusals_cuda.DEEP_GEMM, *refusals_batched.BATCHED_DEEP_GEMM),
     ),
     Backend.FLASHINFER_CUTLASS: BackendSpec(
         moe_backend="flashinfer_cutlass",

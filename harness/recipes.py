@@ -127,7 +127,7 @@ def recipe(case: MoECase, entry: Entry, backend: Backend) -> Recipe:
     if is_packed(case):
         return packed(triton, case, backend, experts_expected(case, entry, backend))
     if entry is Entry.BATCHED:
-        return batched(triton, case)
+        return batched(for_backend(triton, case, backend), case)
     if entry is Entry.FUSED_EXPERTS or quark_int8_static(case) or runs_default(case, backend):
         return triton
     return for_backend(triton, case, backend)

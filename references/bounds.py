@@ -32,6 +32,7 @@ QUOTIENT = DIVISION
 EXP = 2.0 * _ULP
 # exp2(ceil(log2(x))): log2f, 1 ulp of results up to 16 (CUDA C++ Programming Guide), may reach the integer from above.
 LOG2 = 16.0 * _ULP
+LOG2_BF16 = 2.0**-4  # the logarithm of a scale between 2^-32 and 2^32 is rounded to bf16, before its ceiling is taken
 # silu = g / (1 + exp(-g)) or g * (1 / (1 + exp(-g))): exp, the addition, the division, the product.
 SILU = EXP + U32 + U32 + U32
 # gelu = g/2 * (1 + erf(g * 0.70710678)): argument 2u (constant, product) times max |z erf'(z)| = 0.4840; the addition u * 2; erf: 2 ulp in
@@ -121,7 +122,8 @@ def _scale_interval(amax: Interval, how: ActQuant) -> Interval:
             exact = round_to(ratio, Format.FP32) * qmax == end
             ratio = torch.where(exact, ratio, ratio * (1.0 + direction * DIVISION))
         scale = torch.maximum(round_to(ratio, how.scale_store), floor)
-        ends.append(next_power_of_two(scale * (1.0 - LOG2) if direction < 0 else scale) if how.power_of_two else scale)
+        error = LOG2 if how.scale_store is Format.FP32 else LOG2_BF16
+        ends.append(next_power_of_two(scale * (1.0 - error) if direction < 0 else scale) if how.power_of_two else scale)
     return Interval(ends[0], ends[1])
 
 

@@ -23,7 +23,7 @@ from harness.subject import Loaded, LoadFailed, Ran, RunFailed, SubjectUnavailab
 from harness.subject.dtypes import TORCH
 from harness.subject.errors import verbatim
 from harness.subject.observe import watch
-from harness.subject.vllm_direct import quant_config, routing, stack
+from harness.subject.vllm_direct import BLOCK, quant_config, routing, stack
 from references.vocabulary import Format, Layout
 
 if TYPE_CHECKING:
@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from cases.checkpoint import Checkpoint
     from harness.subject.modes import Mode
 
-_NEEDED = ("modular kernel", "batched rows", "BatchedTritonExperts", "moe config", "parallel config", "routing methods")
+_NEEDED = ("modular kernel", "batched rows", "moe config", "parallel config", "routing methods")
+_DEEP_GEMM = "BatchedDeepGemmExperts"
+_CLASSES = {"deep_gemm": _DEEP_GEMM}  # by the backend that is forced; all others have Triton's
 _KEYS = "vllm.model_executor.layers.quantization.utils.quant_utils"
 _SPARE = 3  # rows of an expert that no token fills
 _WEIGHT_KEYS = {
@@ -74,7 +76,7 @@ def loaded_here(loaded: Loaded) -> bool:
     return isinstance(loaded.handle, _Kernel)
 
 
-def load(case: MoECase, checkpoint: Checkpoint, device: str) -> Loaded:
+def load(case: MoECase, checkpoint: Checkpoint, device: str, backend: str = "batched_triton") -> Loaded:
     """Stack the checkpoint's tensors, ask the experts class, build the kernel.
 
     Raises:
@@ -82,14 +84,15 @@ def load(case: MoECase, checkpoint: Checkpoint, device: str) -> Loaded:
         SubjectUnavailable: this vLLM has no such kernel.
     """
     surface = vllm_compat.probe_surface()
-    if missing := [what for what in _NEEDED if what not in surface]:
+    called = _CLASSES.get(backend, "BatchedTritonExperts")
+    if missing := [what for what in (*_NEEDED, called) if what not in surface]:
         raise SubjectUnavailable(f"vllm {surface.version} has no {missing[0]}: leave out --entry batched")
     dtype = TORCH[case.dtype]
     config = vllm_compat.vllm_config(
         "triton", dtype, experts=case.experts, top_k=case.top_k, hidden=case.hidden, intermediate=case.intermediate
     )
     stacked = {name: tensor.to(device) for name, tensor in stack(case, checkpoint.tensors).items()}
-    experts = surface["BatchedTritonExperts"]
+    experts = surface[called]
     _know_capture(importlib.import_module(experts.__module__))
     capacity = case.tokens + (0 if case.routing is Routing.SINGLE else _SPARE)
     try:
@@ -97,6 +100,10 @@ def load(case: MoECase, checkpoint: Checkpoint, device: str) -> Loaded:
             vllm_compat.prepare_process(device)
             moe_config = _moe_config(case, dtype, capacity, device)
             _ask(experts, moe_config, case)
+            if called == _DEEP_GEMM:
+                names = ("w1", "w2", "w1_scale", "w2_scale")
+                made = surface["DeepGEMM weights"](*(stacked[name] for name in names), tuple(BLOCK))
+                stacked |= dict(zip(names, made, strict=True))
             ranks = {"max_num_tokens": capacity, "num_dispatchers": 1}
             rows = surface["batched rows"](**ranks, num_local_experts=case.experts, rank=0)
             rows.prepare = _spoilt(rows.prepare)

@@ -63,6 +63,8 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     "modular kernel": (f"{_MOE}.modular_kernel:FusedMoEKernel", f"{_MOE}.modular_kernel:FusedMoEModularKernel"),
     "batched rows": (f"{_MOE}.prepare_finalize.batched:BatchedPrepareAndFinalize",),
     "BatchedTritonExperts": (f"{_MOE}.experts.fused_batched_moe:BatchedTritonExperts",),
+    "BatchedDeepGemmExperts": (f"{_MOE}.experts.batched_deep_gemm_moe:BatchedDeepGemmExperts",),
+    "DeepGEMM weights": (f"{_QUANT}.utils.fp8_utils:prepare_fp8_moe_layer_for_deepgemm",),
     "moe config": (f"{_MOE}.config:FusedMoEConfig",),
     "parallel config": (f"{_MOE}.config:FusedMoEParallelConfig",),
     "routing methods": (f"{_MOE}.config:RoutingMethodType",),

@@ -94,7 +94,7 @@ class VllmSubject:
             if entry is Entry.BATCHED:
                 from harness.subject import vllm_batched
 
-                return vllm_batched.load(case, checkpoint, self.device)
+                return vllm_batched.load(case, checkpoint, self.device, self.backend)
             if entry is Entry.FUSED_EXPERTS:
                 from harness.subject import vllm_direct
 
