@@ -13,7 +13,7 @@ import torch
 
 from cases import dense_packed, packed
 from cases.axes import ActScale, Origin
-from cases.bits import bell, byte_string, distinct_fp32, grid, permutation
+from cases.bits import bells, byte_string, byte_strings, distinct_fp32, grid, permutations
 from cases.roles import layer_key, zero_expert
 from references.moe import Expert, Projection
 from references.vocabulary import Activation, CheckpointFormat, Format, Layout
@@ -55,25 +55,22 @@ def dense_experts(case: MoECase) -> tuple[Expert, ...]:
     """The layer of a case as a checkpoint would hold it; see Projection for shapes."""
     if case.origin is Origin.PREQUANTIZED and packed.is_packed(case):
         return _packed_experts(case)
-    scales, zero = _scales(case), zero_expert(case)
+    scales, prequantized = _scales(case), case.origin is Origin.PREQUANTIZED
     inputs = _input_scales(case) if case.static_input else {}
+    weights = {name: _codes(case, name) if prequantized else _amplitudes(case, name, scales[name]) for name in case.projections}
+    biases = {name: _biases(case, name) for name in case.projections} if case.bias else {}
+    if (zero := zero_expert(case)) is not None:
+        for each in weights.values():
+            each.view(torch.uint8)[zero] = 0
 
     def projection(expert: int, name: str) -> Projection:
-        scale = scales[name][expert]
-        if case.origin is Origin.PREQUANTIZED:
-            codes, stored = _codes(case, expert, name), scale
-        else:  # amplitudes per output channel of weights in the hidden dtype
-            values = bell(_key(case, expert, name, "weight"), case.shape(name)) * scale.double()
-            codes, stored = values.to(TORCH_DTYPE[case.dtype]), None
-        if expert == zero:
-            codes = torch.zeros(codes.shape, dtype=codes.dtype)
         return Projection(
-            codes=codes,
+            codes=weights[name][expert].clone(),  # memory of its own, as what is read from a file
             format=case.stored,
-            layout=case.weight_scale if stored is not None else Layout.NONE,
-            scale=stored,
+            layout=case.weight_scale if prequantized else Layout.NONE,
+            scale=scales[name][expert] if prequantized else None,
             input_scale=inputs[name][expert] if inputs else None,
-            bias=_bias(case, expert, name) if case.bias else None,
+            bias=biases[name][expert].clone() if biases else None,
         )
 
     return tuple(
@@ -103,6 +100,7 @@ def _packed_experts(case: MoECase) -> tuple[Expert, ...]:
         peak_code = _QUANT_MAX[Format.E4M3FN] * _QUANT_MAX[Format.E2M1]
         inputs = dense_packed.global_scales(case, {name: [peak / peak_code] * case.experts for name, peak in peaks.items()}, "input_scale")
 
+    biases = {name: _biases(case, name) for name in case.projections} if case.bias else {}
     zero = zero_expert(case)
 
     def projection(expert: int, name: str) -> Projection:
@@ -113,7 +111,7 @@ def _packed_experts(case: MoECase) -> tuple[Expert, ...]:
             layout=case.weight_scale,
             scale=scales[name][expert],
             input_scale=inputs[name][expert] if inputs else None,
-            bias=_bias(case, expert, name) if case.bias else None,
+            bias=biases[name][expert].clone() if biases else None,
             zero_point=dense_packed.zero_points(case, expert, name),
             global_scale=whole[name][expert] if whole else None,
         )
@@ -132,11 +130,19 @@ def _key(case: MoECase, expert: int, name: str, what: str) -> str:
     return f"{layer_key(case)} {expert}.{name}.{what}"
 
 
-def _codes(case: MoECase, expert: int, name: str) -> torch.Tensor:
-    """[N, K], uniform over all finite codes of the format."""
+def _keys(case: MoECase, name: str, what: str) -> list[str]:
+    return [_key(case, expert, name, what) for expert in range(case.experts)]
+
+
+def _codes(case: MoECase, name: str) -> torch.Tensor:
+    """[E, N, K], uniform over all finite codes of the format."""
     rows, columns = case.shape(name)
-    drawn = byte_string(_key(case, expert, name, "weight"), rows * columns).view(rows, columns)
-    return _finite(drawn, case.weight)
+    return _finite(byte_strings(_keys(case, name, "weight"), rows * columns).view(-1, rows, columns), case.weight)
+
+
+def _amplitudes(case: MoECase, name: str, scale: torch.Tensor) -> torch.Tensor:
+    """[E, N, K] weights in the hidden dtype; scale [E, N, 1]: amplitudes per output channel."""
+    return (bells(_keys(case, name, "weight"), case.shape(name)) * scale.double()).to(TORCH_DTYPE[case.dtype])
 
 
 def _finite(drawn: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -211,10 +217,10 @@ def _input_scales(case: MoECase) -> dict[str, torch.Tensor]:
     return scales
 
 
-def _bias(case: MoECase, expert: int, name: str) -> torch.Tensor:
-    """[N] hidden dtype: +-(1 + m/128) * 2**-e, m < 128, 1 <= e <= 4, all different while N <= 1024."""
-    pick = permutation(_key(case, expert, name, "bias"), max(case.shape(name)[0], 8 * _BIAS_STEPS))[: case.shape(name)[0]]
-    pick = pick % (8 * _BIAS_STEPS)
+def _biases(case: MoECase, name: str) -> torch.Tensor:
+    """[E, N] hidden dtype: +-(1 + m/128) * 2**-e, m < 128, 1 <= e <= 4, all different in an expert while N <= 1024."""
+    rows = case.shape(name)[0]
+    pick = permutations(_keys(case, name, "bias"), max(rows, 8 * _BIAS_STEPS))[:, :rows] % (8 * _BIAS_STEPS)
     mantissa = 1 + (pick % _BIAS_STEPS).to(torch.float64) / _BIAS_STEPS
     value = torch.ldexp(mantissa, -1 - (pick // _BIAS_STEPS) % 4)
     return torch.where(pick // (4 * _BIAS_STEPS) == 0, value, -value).to(TORCH_DTYPE[case.dtype])
