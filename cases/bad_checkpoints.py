@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from cases.axes import ActScale, Origin
 from cases.case import MoECase
+from cases.packed import is_packed
 from cases.shards import cut_cases
 from references.vocabulary import Layout
 
@@ -97,7 +98,14 @@ _LAYERS = (  # one of each loader that differs
     f"e4m3fn-block128-dyngroup128-online-{_BLOCKS}",
     f"int8-channel-none-online-{_SIZE}",
 )
-_GLOBAL = (f"e2m1-group16-dyngroup16-ct-{_SIZE}", f"e2m1-group16-dyngroup16-modelopt-{_SIZE}")
+_PACKED = (  # the same of words, nibbles and scales of groups
+    f"int4-group32-none-ct-{_SIZE}",
+    f"uint4-group32-none-ct-{_SIZE}",
+    f"int4-group32-none-gptq-{_SIZE}",
+    f"uint4-group32-none-awq-{_SIZE}",
+    f"e2m1-group16-dyngroup16-ct-{_SIZE}",
+    f"e2m1-group16-dyngroup16-modelopt-{_SIZE}",
+)
 
 
 class BadCheckpoint(NamedTuple):
@@ -114,28 +122,31 @@ class BadCheckpoint(NamedTuple):
 
 def bad_checkpoints() -> tuple[BadCheckpoint, ...]:
     """Every way of being wrong of every loader; the same at all levels."""
-    layers = [MoECase.from_id(text) for text in _LAYERS]
-    apart = tuple(BadCheckpoint(Bad.UNEQUAL_GLOBAL_SCALES, MoECase.from_id(text)) for text in _GLOBAL)
+    layers = [MoECase.from_id(text) for text in (*_LAYERS, *_PACKED)]
     cut = tuple(BadCheckpoint(Bad.CUT_GROUP, case) for case in cut_cases())
-    return (*(BadCheckpoint(bad, case) for case in layers for bad in Bad if possible(bad, case)), *apart, *cut)
+    return (*(BadCheckpoint(bad, case) for case in layers for bad in Bad if possible(bad, case)), *cut)
 
 
 def possible(bad: Bad, case: MoECase) -> bool:
     """Whether the case's checkpoint can be wrong in that way."""
     scales = case.origin is Origin.PREQUANTIZED
     match bad:
+        case Bad.INF_SCALE if case.weight_scale is Layout.GROUP16:
+            return False  # E4M3 has none
         case Bad.MISSING_SCALE | Bad.NAN_SCALE | Bad.INF_SCALE | Bad.ZERO_SCALE | Bad.NEGATIVE_SCALE:
             return scales
         case Bad.SHORT_SCALE:
             return scales and case.weight_scale is not Layout.TENSOR
-        case Bad.MISSING_INPUT_SCALE | Bad.UNEQUAL_INPUT_SCALES:
+        case Bad.MISSING_INPUT_SCALE:
+            return case.act_scale in (ActScale.STATIC_TENSOR, ActScale.DYNAMIC_GROUP16)
+        case Bad.UNEQUAL_INPUT_SCALES:
             return case.act_scale is ActScale.STATIC_TENSOR
         case Bad.UNEQUAL_GLOBAL_SCALES:
             return scales and case.weight_scale is Layout.GROUP16 and case.activation.gated
         case Bad.WEIGHT_DTYPE:
-            return scales
+            return scales and not is_packed(case)
         case Bad.NAN_WEIGHT:
-            return case.stored.value != "int8"
+            return case.stored.value != "int8" and not is_packed(case)  # neither words nor E2M1 have one
         case Bad.GATE_WITHOUT_UP:
             return case.activation.gated
         case Bad.CUT_GROUP:

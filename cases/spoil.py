@@ -9,7 +9,8 @@ import torch
 
 from cases.axes import Origin
 from cases.bad_checkpoints import FILES, Bad
-from references.vocabulary import Layout
+from cases.packed import is_packed
+from references.vocabulary import CheckpointFormat, Layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,6 +58,7 @@ def spoil(bad: Bad, case: MoECase, checkpoint: Checkpoint) -> Spoiled:
     )
 
 
+_NOT_ZEROED = ("input_scale", "weight_shape", "g_idx", "global_scale", "weight_scale_2")  # of a layer, not of weights
 Changed = tuple[tuple[str, ...], "torch.Tensor | None"]
 
 
@@ -70,12 +72,13 @@ class _Spoiling:
     def change(self, bad: Bad) -> Changed:
         """Names of what was changed, and the channels."""
         tensors, expert = self.tensors, self.expert
-        gate, down = f"{expert}.gate_proj.weight", f"{expert}.down_proj.weight"
+        gate, down = self._weight("gate_proj"), self._weight("down_proj")
+        rows = 1 if self._k_first() else 0
         match bad:
             case Bad.MISSING_SCALE:
                 return self._without(self._scale("up_proj"))
             case Bad.MISSING_INPUT_SCALE:
-                return self._without(f"{expert}.down_proj.input_scale")
+                return self._without(self._named("down_proj", "input_scale", "input_global_scale"))
             case Bad.MISSING_EXPERT:
                 return self._without(*self._of(f"{expert}."))
             case Bad.GATE_WITHOUT_UP:
@@ -88,17 +91,17 @@ class _Spoiling:
                 tensors |= more
                 return tuple(more), None
             case Bad.SHORT_WEIGHT:
-                tensors[gate] = tensors[gate][: self.case.intermediate // 2].clone()
+                tensors[gate] = _half(tensors[gate], rows)
                 return (gate,), None
             case Bad.LONG_WEIGHT:
-                tensors[gate] = torch.cat([tensors[gate], tensors[gate]])
+                tensors[gate] = torch.cat([tensors[gate], tensors[gate]], rows)
                 return (gate,), None
             case Bad.NARROW_WEIGHT:
-                tensors[gate] = tensors[gate][:, : self.case.hidden // 2].clone()
+                tensors[gate] = _half(tensors[gate], 1 - rows)
                 return (gate,), None
             case Bad.SHORT_SCALE:
                 name = self._scale("down_proj")
-                tensors[name] = tensors[name][: tensors[name].shape[0] // 2].clone()
+                tensors[name] = _half(tensors[name], rows)
                 return (name,), None
             case Bad.WEIGHT_DTYPE:
                 tensors[gate] = tensors[gate].float().bfloat16()
@@ -123,8 +126,17 @@ class _Spoiling:
         return [name for name in self.tensors if name.startswith(prefix)]
 
     def _scale(self, projection: str) -> str:
-        names = (f"{self.expert}.{projection}.{kind}" for kind in ("weight_scale_inv", "weight_scale"))
-        return next(name for name in names if name in self.tensors)
+        return self._named(projection, "weight_scale_inv", "weight_scale", "scales")
+
+    def _weight(self, projection: str) -> str:
+        return self._named(projection, "weight", "weight_packed", "qweight")
+
+    def _named(self, projection: str, *kinds: str) -> str:
+        names = [f"{self.expert}.{projection}.{kind}" for kind in kinds]
+        return next((name for name in names if name in self.tensors), names[0])
+
+    def _k_first(self) -> bool:
+        return self.case.checkpoint in (CheckpointFormat.GPTQ, CheckpointFormat.AWQ)
 
     def _without(self, *names: str) -> Changed:
         for name in names:
@@ -134,13 +146,17 @@ class _Spoiling:
     def _first_scale(self, bad: Bad, down: str) -> Changed:
         """Codes of the scale's region in ``means``: none for a zero, the opposite for a negative scale."""
         name = self._scale("down_proj")
-        changed = self.tensors[name].clone()
-        first = changed.reshape(-1)[:1]
-        first.fill_({Bad.NAN_SCALE: torch.nan, Bad.INF_SCALE: torch.inf, Bad.ZERO_SCALE: 0.0, Bad.NEGATIVE_SCALE: -float(first)}[bad])
-        self.tensors[name] = changed
+        changed = self.tensors[name].float()  # a copy, or of fp32 the tensor itself
+        first = float(changed.reshape(-1)[0])
+        values = {Bad.NAN_SCALE: torch.nan, Bad.INF_SCALE: torch.inf, Bad.ZERO_SCALE: 0.0, Bad.NEGATIVE_SCALE: -first}
+        changed = changed.flatten().index_fill(0, torch.tensor(0), values[bad]).reshape(changed.shape)
+        self.tensors[name] = changed.to(self.tensors[name].dtype)
         height = self._height()
         if bad in (Bad.NAN_SCALE, Bad.INF_SCALE):
             return (name,), torch.arange(self.case.hidden) < height
+        if is_packed(self.case):  # scales multiply what is unpacked, whatever their sign
+            self.means[name] = self.tensors[name]
+            return (name,), None
         codes = self.tensors[down].float()
         width = 128 if self.case.weight_scale is Layout.BLOCK128 else codes.shape[1]
         if bad is Bad.NEGATIVE_SCALE and self.tensors[down].dtype is torch.int8:
@@ -158,10 +174,10 @@ class _Spoiling:
         return {Layout.TENSOR: self.case.hidden, Layout.BLOCK128: 128}.get(self.case.weight_scale, 1)
 
     def _zero_expert(self) -> Changed:
-        mine = [name for name in self._of(f"{self.expert}.") if not name.endswith("input_scale")]
+        mine = [name for name in self._of(f"{self.expert}.") if not name.endswith(_NOT_ZEROED)]
         for name in mine:
             self.tensors[name] = torch.zeros_like(self.tensors[name].float()).to(self.tensors[name].dtype)
-            if not name.endswith(("weight_scale", "weight_scale_inv")):
+            if is_packed(self.case) or not name.endswith(("weight_scale", "weight_scale_inv")):
                 self.means[name] = self.tensors[name]
         return tuple(mine), None
 
@@ -182,6 +198,10 @@ class _Spoiling:
         for name in changed:
             self.means[name] = self.tensors[name] = self.tensors[name] * factor
         return changed, None
+
+
+def _half(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    return tensor.narrow(dim, 0, tensor.shape[dim] // 2).clone()
 
 
 def _empty(folder: Path) -> None:
