@@ -166,10 +166,9 @@ def _spread(answer: Answer, comparison: Comparison) -> dict[str, object]:
 
 def _gains(measured: Gains, flagged: tuple[Gain, ...]) -> dict[str, object]:
     """Every expert's alpha, se and smallest flagged deviation; and the flagged groups."""
-    experts = {
-        str(e): [float(measured.expert.alpha[e]), float(measured.expert.se[e]), measured.expert[(e,)].smallest]
-        for e in torch.isfinite(measured.expert.alpha).nonzero().flatten().tolist()
-    }
+    expert = measured.expert
+    numbers = torch.stack([expert.alpha, expert.se, expert.smallest()], 1).tolist()
+    experts = {str(e): numbers[e] for e in torch.isfinite(expert.alpha).nonzero().flatten().tolist()}
     shown = [
         {"group": gain.group.value, "index": list(gain.index), "alpha": gain.alpha, "se": gain.se, "smallest": gain.smallest}
         for gain in flagged[:_SHOWN]

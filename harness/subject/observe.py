@@ -44,7 +44,7 @@ def watch(experts_module: torch.nn.Module | None) -> Iterator[Observed]:
         fused = sys.modules.get(_FUSED)
         if fused is not None and hasattr(fused, "fused_experts_impl"):
             stack.enter_context(_wrapped(fused, "fused_experts_impl", lambda *_: seen.experts.append(LEGACY)))
-        for module in _importers(_LAUNCHERS):
+        for module in _importers(_LAUNCHERS, len(sys.modules)):
             for name in _LAUNCHERS:
                 if hasattr(module, name):
                     stack.enter_context(_wrapped(module, name, lambda a, *_: seen.gemm_dtypes.append(_name(a))))
@@ -74,7 +74,9 @@ def _name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _importers(names: tuple[str, ...]) -> list[Any]:
+@functools.lru_cache(maxsize=1)
+def _importers(names: tuple[str, ...], loaded: int) -> list[Any]:
+    """Modules that hold one of ``names``; looked for again when another number of modules is ``loaded``: there are thousands."""
     prefix = _FUSED.rpartition(".")[0]
     modules = [module for key, module in sys.modules.items() if key.startswith(prefix) and module is not None]
     return [module for module in modules if any(name in vars(module) for name in names)]
