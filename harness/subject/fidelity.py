@@ -86,8 +86,11 @@ def _allowed(operator: str, arguments: tuple[object, ...]) -> tuple[Interval, ..
     x = arguments[1]
     assert isinstance(x, torch.Tensor)
     halves = (x[..., ::2], x[..., 1::2]) if operator == calls.SWIGLUOAI else x.chunk(2, -1)
-    gate, up = (exactly(half.double()) for half in halves)
     stored = FORMATS[x.dtype]
+    if operator in (calls.CLAMPED, calls.SWIGLUOAI):  # fminf of NaN and the limit is the limit
+        limit = float(arguments[2]) if operator == calls.CLAMPED else 7.0  # type: ignore[arg-type]
+        halves = tuple(half.nan_to_num(nan=limit, posinf=torch.inf, neginf=-torch.inf) for half in halves)
+    gate, up = (exactly(half.double()) for half in halves)
     match operator:
         case calls.CLAMPED:
             limit, alpha, beta = map(float, arguments[2:5])  # type: ignore[arg-type]
@@ -105,7 +108,10 @@ def _allowed(operator: str, arguments: tuple[object, ...]) -> tuple[Interval, ..
         return (store(store(times(store(act, stored), up), Format.FP32), stored),)
     layout = Layout.GROUP128 if arguments[3] == 128 else Layout.GROUP64
     how = ActQuant(format=Format.E4M3FN, layout=layout, dynamic=True, scale_floor=1.0 / (448.0 * 512.0), quotient=Quotient.DIVIDE)
-    return quantize(store(times(store(act, Format.FP32), up), Format.FP32), how, None)
+    product = store(times(store(act, Format.FP32), up), Format.FP32)
+    nan = product.low.isnan() | product.high.isnan()  # which the scale passes over; the codes of NaN are not allowed to differ
+    codes, scales = quantize(Interval(product.low.masked_fill(nan, 0.0), product.high.masked_fill(nan, 0.0)), how, None)
+    return Interval(codes.low.masked_fill(nan, torch.nan), codes.high.masked_fill(nan, torch.nan)), scales
 
 
 def _masked(arguments: tuple[object, ...]) -> Interval:
