@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from references.answer import answer
-from references.bounds import exactly, sum_over_slots
+from references.bounds import exactly, quantize, sum_over_slots
 from references.formats import round_to, torch_dtype
 from references.moe import Answer, Routing
 from references.tests.layers import Layer, make
-from references.vocabulary import Format, Layout
+from references.vocabulary import ActQuant, Format, Layout
 
 HALVES = (Format.BF16, Format.FP16)
 
@@ -54,3 +54,16 @@ def test_every_order_of_stored_sums_is_allowed(fmt: Format, slots: int) -> None:
     assert outside == (slots > 2)
     if slots <= 2:
         assert torch.equal(allowed.low, allowed.high)
+
+
+@pytest.mark.parametrize("stored", [Format.BF16, Format.FP32])
+def test_a_power_of_two_whose_logarithm_was_rounded_to_bf16_is_allowed_where_the_recipe_says_so(stored: Format) -> None:
+    """csrc, persistent_masked_m_silu_mul_quant: amax times bf16(1 / 448), its binary logarithm in bf16, the ceiling of that."""
+    amax = 2.0 ** torch.arange(-10, 10, dtype=torch.float64).unsqueeze(1) * (1 + torch.arange(128, dtype=torch.float64) / 128)
+    rows = amax.reshape(-1, 1).repeat(1, 128)
+    product = (rows[:, 0].bfloat16() * torch.tensor(1 / 448).bfloat16()).float()
+    kernel = 2.0 ** torch.ceil(torch.log2(product).bfloat16().double())
+    how = ActQuant(format=Format.E4M3FN, layout=Layout.GROUP128, dynamic=True, scale_store=stored, power_of_two=True)
+    _, scale = quantize(exactly(rows), how, None)
+    allowed = (scale.low[:, 0] <= kernel) & (kernel <= scale.high[:, 0])
+    assert bool(allowed.all()) == (stored is Format.BF16)
