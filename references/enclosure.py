@@ -22,7 +22,7 @@ from references.formats import limits, round_to
 from references.gating import gated_interval, has_parameters
 from references.loading import LoadedExpert, Matrix, stacked
 from references.microscaling import nvfp4_hull
-from references.moe import Routing, first_gemm, reads_tf32, rows_of_each, scales_stored, static_rows
+from references.moe import Routing, first_gemm, reads_tf32, scales_stored, static_rows
 from references.products import Operand, Routed, matmul, operand, scaled
 from references.vocabulary import Accumulator, Activation, ActQuant, Epilogue, Format, Recipe, RouterWeight, Swiglu
 
@@ -216,10 +216,9 @@ def enclose(
     expert.
     """
     tokens, top_k = routing.topk_ids.shape
-    parts = rows_of_each(routing.topk_ids.flatten())
-    order = torch.cat([rows for _, rows in parts])  # (token, slot) rows, expert by expert
-    owner = routing.topk_ids.flatten()[order]
-    routed, experts = Routed.of([len(rows) for _, rows in parts]), [loaded[e] for e, _ in parts]
+    order, owner = routing.rows.order, routing.rows.owner[routing.rows.order]  # (token, slot) rows, expert by expert
+    routed = Routed.of([len(rows) for _, rows in routing.rows.parts])
+    experts = [loaded[e] for e, _ in routing.rows.parts]
     weights = router_weights(routing.topk_weights, len(loaded), recipe.router_weight_exact or routing.exact)
     weights = weights if recipe.router_weight_store is None else store(weights, recipe.router_weight_store)
     trace("router weights", weights)
@@ -255,7 +254,6 @@ def enclose(
         out = store(times(out, store(given, recipe.output)), recipe.output)
     if recipe.router_weight is RouterWeight.SUM:
         out = store(times(out, flat), Format.FP32)  # the exact product too, where it is fused into the addition
-    back = order.argsort()
-    total = sum_over_slots(out.ends(lambda end: end[back].reshape(tokens, top_k, -1)), recipe.slots_store)
+    total = sum_over_slots(out.ends(lambda end: end[routing.rows.back].reshape(tokens, top_k, -1)), recipe.slots_store)
     trace("the sum over k", total)
     return total

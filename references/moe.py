@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,7 +45,24 @@ class Expert:
     down: Projection
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
+class RowsByExpert:
+    """owner [R] int64: each row's expert; parts: every expert that has rows, ascending, and their indices."""
+
+    owner: torch.Tensor
+    parts: list[tuple[int, torch.Tensor]]
+    order: torch.Tensor  # [R]: one expert's rows after another's
+    back: torch.Tensor  # [R]: where in that order each row is
+
+    @classmethod
+    def of(cls, owner: torch.Tensor) -> RowsByExpert:
+        """``owner`` [R]."""
+        parts = rows_of_each(owner)
+        order = torch.cat([mine for _, mine in parts])
+        return cls(owner, parts, order, order.argsort())
+
+
+@dataclass(frozen=True, kw_only=True)
 class Routing:
     """topk_ids [M, k] int64, topk_weights [M, k] float64, in descending order of weight.
 
@@ -54,6 +72,11 @@ class Routing:
     topk_ids: torch.Tensor
     topk_weights: torch.Tensor
     exact: bool = False
+
+    @cached_property
+    def rows(self) -> RowsByExpert:
+        """The flattened (token, slot) rows."""
+        return RowsByExpert.of(self.topk_ids.flatten())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,13 +183,12 @@ def forward(
         x = round_to(x * round_to(weights, hidden_format), hidden_format)
     rows = x.repeat_interleave(top_k, 0)
     owner = routing.topk_ids.flatten()
-    routed = _Routed.of(owner)
     first = entering(rows, recipe.a1, recipe, static_rows([e.a1_scale for e in loaded], routing.topk_ids), owner)
     on_first = weights if recipe.router_weight is RouterWeight.GEMM1 else None
-    h13 = _gemms(first, [e.w13 for e in loaded], routed, on_first, first_gemm(recipe))
+    h13 = _gemms(first, [e.w13 for e in loaded], routing.rows, on_first, first_gemm(recipe))
     intermediate = round_to(_activated(h13, activation, recipe), recipe.activation_store)
     second = entering(intermediate, recipe.a2, recipe, static_rows([e.a2_scale for e in loaded], routing.topk_ids), owner)
-    out = _gemms(second, [e.w2 for e in loaded], routed, weights if recipe.router_weight is RouterWeight.GEMM2 else None, recipe)
+    out = _gemms(second, [e.w2 for e in loaded], routing.rows, weights if recipe.router_weight is RouterWeight.GEMM2 else None, recipe)
     if recipe.router_weight is RouterWeight.STORED:
         factors = torch.tensor([e.router_factor for e in loaded], dtype=torch.float64)[owner].unsqueeze(1)
         out = round_to(out * round_to(weights * factors, hidden_format), hidden_format)
@@ -175,31 +197,19 @@ def forward(
     return out.reshape(tokens, top_k, -1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Routed:
-    """The (token, slot) rows by expert. owner: [R]; parts: experts that have rows, and which."""
-
-    owner: torch.Tensor
-    parts: list[tuple[int, torch.Tensor]]
-    back: torch.Tensor  # from one expert's rows after another's to the rows' own order
-
-    @classmethod
-    def of(cls, owner: torch.Tensor) -> _Routed:
-        parts = rows_of_each(owner)
-        return cls(owner, parts, torch.cat([mine for _, mine in parts]).argsort())
-
-
-def _gemms(rows: torch.Tensor, matrices: Sequence[Matrix], routed: _Routed, weights: torch.Tensor | None, recipe: Recipe) -> torch.Tensor:
+def _gemms(
+    rows: torch.Tensor, matrices: Sequence[Matrix], rows_of: RowsByExpert, weights: torch.Tensor | None, recipe: Recipe
+) -> torch.Tensor:
     """The GEMM of every row's expert with all that is done to its result, [R, K] -> [R, N]; weights [R, 1]."""
     after = scales_stored(matrices[0], recipe)
-    products = [rows[mine] @ (matrices[e].codes if after else matrices[e].values).T for e, mine in routed.parts]
-    product = torch.cat(products)[routed.back]
-    bias = _of_rows([matrix.bias for matrix in matrices], routed.owner)
+    products = [rows[mine] @ (matrices[e].codes if after else matrices[e].values).T for e, mine in rows_of.parts]
+    product = torch.cat(products)[rows_of.back]
+    bias = _of_rows([matrix.bias for matrix in matrices], rows_of.owner)
     if bias is not None and recipe.epilogue is Epilogue.FP32:
         product = product + bias
     if weights is not None:
         product = product * weights
-    scale = _of_rows([matrix.scale for matrix in matrices], routed.owner) if after else None
+    scale = _of_rows([matrix.scale for matrix in matrices], rows_of.owner) if after else None
     return _stored(product, None if scale is None else scale[..., 0], bias, recipe)
 
 
