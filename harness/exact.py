@@ -18,7 +18,7 @@ from harness.pipeline import PairResult
 from harness.relations import CLAIMS, Relation
 from harness.relations_check import Broken, Setting, Variant, check
 from harness.subject import LoadFailed, RunFailed, SubjectError, TakesViews
-from harness.verdict import Outcome, Verdict
+from harness.verdict import NOT_FINITE, Outcome, Verdict
 from references.enclosure import enclose
 from references.formats import round_to
 from references.loading import load
@@ -169,6 +169,8 @@ def identify(variant: Variant, actual: torch.Tensor) -> str:
     setting = variant.setting
     how, inputs = setting.recipe, inputs_of(setting)
     values = actual.to(torch.float64)
+    if not bool(torch.isfinite(values).any()):
+        return NOT_FINITE
     if variant.views:
         seen = replace(inputs, loaded=memory_scales(setting, variant.views))
         return STRIDES_IGNORED if _inside(seen, values) else ""
@@ -206,7 +208,7 @@ def _predicts(fault: Fault, inputs: Inputs, actual: torch.Tensor) -> bool:
         return evaluate(changed)
 
     output = round_to(contributions(fault, inputs, spy).sum(1), inputs.recipe.output)
-    if torch.equal(output, actual):
+    if bool(((output == actual) | _overflowed(output, actual)).all()):
         return True
     return seen[-1] is not inputs and _inside(seen[-1], actual)  # a fault of the contributions has no intervals of its own
 
@@ -215,7 +217,12 @@ def _inside(inputs: Inputs, actual: torch.Tensor) -> bool:
     """Whether every element is an honest result of ``inputs``."""
     bounds = enclose(inputs.loaded, inputs.hidden_states, inputs.routing, inputs.activation, inputs.recipe)
     low, high = (round_to(end, inputs.recipe.output) for end in (bounds.low, bounds.high))
-    return bool(((low <= actual) & (actual <= high)).all())
+    return bool(((low <= actual) & (actual <= high) | _overflowed(low + high, actual)).all())
+
+
+def _overflowed(predicted: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:
+    """Both are infinite or NaN; which of the two is a matter of the order of sums."""
+    return ~torch.isfinite(predicted) & ~torch.isfinite(actual)
 
 
 def reasoned(error: SubjectError) -> bool:

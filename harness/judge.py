@@ -18,7 +18,7 @@ from harness.gains import Gain, Gains, Group, gains
 from harness.inject import Inputs
 from harness.pattern import pattern
 from harness.refusals import Refusal
-from harness.verdict import UNREASONED, FaultFit, Outcome, Verdict
+from harness.verdict import NOT_FINITE, UNREASONED, FaultFit, Outcome, Verdict
 from references.loading import load
 from references.moe import Answer
 from references.vocabulary import Recipe
@@ -89,6 +89,9 @@ def judge(
     if fits and fits[0].residual > EXPLAINS:  # a lane may drop biases and weight its input twice: no one of them explains that
         fits = (*fit_two(inputs, answer, actual, *([f for f in faults if f in group] for group in _SEEN_TOGETHER))[:1], *fits)
     fits = tuple(sorted(fits, key=lambda each: each.residual))[: 1 + _RUNNERS_UP]
+    signature = _fault_signature(fits, inputs, answer, comparison) or _gain_signature(answer, actual, flagged) or _nearest(fits)
+    if exact and not bool(torch.isfinite(actual).any()):  # lattices hold no faults apart that leave nothing finite
+        signature = NOT_FINITE
     live = (answer.expected != 0) | (actual != 0)
     where = pattern(comparison.bad, live, answer.routing.topk_ids) or _gain_pattern(flagged)
     return Verdict(
@@ -100,7 +103,7 @@ def judge(
         pattern=where,
         gains=_gains(measured, flagged),
         fits=fits,
-        signature=_fault_signature(fits, inputs, answer, comparison) or _gain_signature(answer, actual, flagged) or _nearest(fits),
+        signature=signature,
     )
 
 

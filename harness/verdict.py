@@ -19,6 +19,7 @@ class Outcome(StrEnum):
     UNAVAILABLE = "UNAVAILABLE"  # this machine or this vLLM cannot be driven: what was looked for is said
 
 
+NOT_FINITE = "NOT_FINITE"  # signature where no output is a number: nothing is left by which one fault could be told from another
 UNREASONED = "UNREASONED"  # signature of UNSUPPORTED where an assertion, or an error of the code below, stands for vLLM's reason
 
 

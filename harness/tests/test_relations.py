@@ -17,7 +17,7 @@ from harness.pairs import Pair
 from harness.relations import EXEMPTIONS, Exemption, Place, Relation, asked, why_not
 from harness.relations_check import Setting, Variant, check
 from harness.subject.fake import FakeSubject
-from harness.verdict import Outcome
+from harness.verdict import NOT_FINITE, Outcome
 
 CHANNEL = "int8-channel-static-raw-relu2_no_mul-bf16-e4k1m8h64i32-balanced-lattice"
 PAIRS = (
@@ -57,6 +57,11 @@ def test_the_founding_fault_is_named_with_the_scale_that_was_used() -> None:
     assert found.signature == "W_SCALE_FLAT_INDEX@all"
     assert "w2_scale.flatten()[" in found.detail
     assert "(0x" in found.detail
+
+
+def test_no_fault_is_named_where_nothing_finite_is_left() -> None:
+    start = setting("e4m3fn-channel-dyntensor-quark-silu-fp16-e5k2m3h96i80-balanced-lattice", Entry.FUSED_EXPERTS)
+    assert verdict(Relation.REFERENCE, start, Drive(FakeSubject(Fault.W_SCALE_FLAT_INDEX))).signature == NOT_FINITE
 
 
 @pytest.mark.parametrize(
