@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness.gpus import WORKERS_ON_GPU
-from harness.subject import device, modes
+from harness.subject import Loaded, device, modes
 
 GIB = 2**30
 
@@ -43,3 +43,22 @@ def test_every_free_block_is_asked_for_whole_and_largest_first() -> None:
     ]
     segments = [{"segment_type": "small", "blocks": small}, {"segment_type": "large", "blocks": blocks}]
     assert modes.free_pieces(segments) == [3 * mib, mib + 512, mib, mib - 512, 512]
+
+
+def test_scales_are_doubled_in_the_format_they_have() -> None:
+    e8m0 = torch.tensor([126, 127, 129], dtype=torch.uint8)
+    parameters = {
+        "w13_weight_scale": e8m0.view(torch.float8_e8m0fnu),
+        "w2_weight_scale": ((e8m0 - 112) << 3).view(torch.float8_e8m0fnu),
+        "w2_input_scale": torch.ones(1),
+        "w13_weight_scale_2": torch.tensor([0.5]),
+    }
+    assert modes.scale_in_place(Loaded(handle=None, parameters=parameters, quant_method="", experts_class=""), 2.0) == (
+        "w13_weight_scale",
+        "w2_weight_scale",
+        "w13_weight_scale_2",
+    )
+    assert parameters["w13_weight_scale"].view(torch.uint8).tolist() == [127, 128, 130]
+    assert (parameters["w2_weight_scale"].view(torch.uint8) >> 3).tolist() == [15, 16, 18]
+    assert parameters["w13_weight_scale_2"].tolist() == [1.0]
+    assert parameters["w2_input_scale"].tolist() == [1.0]
