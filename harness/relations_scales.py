@@ -143,6 +143,8 @@ def _moves(setting: Setting, there: Setting) -> bool:
         return False
     if after is not None and setting.proof is not None:
         return not torch.equal(after.output, setting.proof.output)
+    if not bool(torch.isfinite(there.answer.low).all() & torch.isfinite(there.answer.high).all()):
+        return False
     dtype = setting.batch.hidden_states.dtype
     return not torch.equal(there.answer.expected.to(dtype), setting.answer.expected.to(dtype))
 

@@ -110,3 +110,17 @@ def test_an_honest_fake_keeps_every_perturbation_of_a_nightly_pair() -> None:
     start = Setting.of(replace(MoECase.from_id(CHANNEL[0]), tokens=3, top_k=2), Entry.LAYER, LANE)
     drive = Drive(FakeSubject())
     assert all(verdict(relation, start, drive).outcome is Outcome.PASS for relation in PERTURBED)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        ("e4m3fn-block128-dyngroup128-vllmfp8-gelu-fp16-e3k2m2h128i256-balanced-lattice", Entry.FUSED_EXPERTS),
+        ("e4m3fn-channel-dyntoken-online-silu-fp16-e4k2m8h64i32-balanced-lattice", Entry.LAYER),
+    ],
+)
+def test_without_a_proof_too_no_perturbation_leaves_the_range_of_the_dtype(place: tuple[str, Entry]) -> None:
+    start = Setting.of(MoECase.from_id(place[0]), place[1], Backend.TRITON)
+    assert start.proof is None
+    for variant in (*BUILDERS[Relation.GATE_SCALE](start), *BUILDERS[Relation.UP_SCALE](start)):
+        assert bool(torch.isfinite(variant.setting.answer.expected).all()), variant.change
