@@ -144,7 +144,12 @@ _LINES: tuple[tuple[When, str, str, bool], ...] = (
         True,
     ),
     (lambda c, lane: lane.startswith("humming") and _channel(c), "AssertionError", "only Marlin takes channel scales", False),
-    (lambda c, lane: lane.startswith("humming") and c.router_weight_on_input, _UNSAID, "Humming does not weight its input", False),
+    (
+        lambda c, lane: lane.startswith("humming") and not ct_mxfp4(c) and c.router_weight_on_input,
+        _UNSAID,
+        "Humming does not weight its input",
+        False,
+    ),
     (
         lambda c, lane: lane == "marlin" and family(c) is Family.NVFP4 and c.hidden % 64 != 0,
         "unsupported by Marlin tiles",
