@@ -50,6 +50,8 @@ def _cases() -> Iterator[MoECase]:
             case = _case(scheme, activation, f"e4k2m8h{hidden}i{intermediate}", bias=bias)
             if entry_takes(case, Entry.LAYER) and closed(case, Entry.LAYER) is None:
                 yield case
+    for flags in ("", "-bias"):
+        yield MoECase.from_id(f"e2m1-group32-none-gptoss-swigluoai-bf16-e4k2m8h128i192-balanced{flags}")
 
 
 def _sizes(scheme: Scheme) -> tuple[int, int]:

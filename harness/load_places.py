@@ -4,7 +4,8 @@ vLLM's convention (0.33.0, ``fused_moe/routed_experts.py``): ``{e}.gate_proj.<ki
 gate rows first and up rows after, ``{e}.down_proj.<kind>`` into ``w2_<kind>[e]``. Scalars of gate and up have a slot each, [E, 2], or
 share one, [E]. Sizes that vLLM rounds up leave padding after each half's rows and after the columns.
 
-``gate_up_proj`` [E, 2*I, H] and ``down_proj`` [E, H, I] hold all experts, gate and up rows as they are.
+``gate_up_proj`` [E, 2*I, H] and ``down_proj`` [E, H, I] hold all experts, gate and up rows as they are; so do gpt-oss's ``_blocks``,
+``_scales`` and ``_bias`` of both, whose padding follows all rows (``models/gpt_oss.py``).
 
 GPTQ and AWQ files are repacked as they are loaded where Triton reads them (``quantization/moe_wna16.py``): codes [N, K] as uint8, two to a
 byte along K when they have four bits, zero points likewise along N, scales [N, G]. Elsewhere parameters lie as the file does, K first: gate
@@ -31,7 +32,8 @@ _K_FIRST = (CheckpointFormat.GPTQ, CheckpointFormat.AWQ)
 _TURNED = ("qweight", "qzeros", "scales")
 _REPACKS = "MoeWNA16Method"
 _SHARED = ("weight_shape",)
-_ALL_EXPERTS = ("gate_up_proj", "down_proj")
+_ALL_EXPERTS = re.compile(r"(?P<projection>gate_up_proj|down_proj)(?P<kind>|_blocks|_scales|_bias)")
+_KIND_OF_ALL = {"": "weight", "_blocks": "weight", "_scales": "weight_scale", "_bias": "bias"}
 EVERY = -1  # Place.expert of a tensor that holds all of them
 
 
@@ -59,10 +61,10 @@ def places(names: Mapping[str, object]) -> tuple[Place, ...]:
     gated = any(".gate_proj." in name for name in names)
     found = []
     for name in names:
-        if name in _ALL_EXPERTS:
-            both = name == "gate_up_proj"
-            parameter, parts = ("w13_weight", 2) if both else ("w2_weight", 1)
-            found.append(Place(tensor=name, kind="weight", parameter=parameter, expert=EVERY, part=0, parts=parts))
+        if stacked := _ALL_EXPERTS.fullmatch(name):
+            kind, both = _KIND_OF_ALL[stacked["kind"]], stacked["projection"] == "gate_up_proj"
+            parts = 2 if name == "gate_up_proj" else 1
+            found.append(Place(tensor=name, kind=kind, parameter=f"{'w13' if both else 'w2'}_{kind}", expert=EVERY, part=0, parts=parts))
             continue
         match = _NAME.fullmatch(name)
         if match is None:
@@ -94,6 +96,8 @@ def passed_over(case: MoECase, kind: str) -> bool:
 def held(case: MoECase, tensors: Mapping[str, torch.Tensor], quant_method: str) -> dict[str, torch.Tensor]:
     """What the layer's parameters hold of each checkpoint tensor, before conversion, by its names; rows of the weight first."""
     taken = {name: tensor for name, tensor in tensors.items() if not passed_over(case, name.rpartition(".")[2])}
+    if case.checkpoint is CheckpointFormat.GPT_OSS:
+        return {name: tensor.flatten(2) if name.endswith("_blocks") else tensor for name, tensor in taken.items()}
     if case.checkpoint not in _K_FIRST:
         return taken
     if quant_method == _REPACKS:
@@ -163,11 +167,13 @@ def region(parameter: torch.Tensor, place: Place, tensor: torch.Tensor) -> torch
 
 
 def _of_all(parameter: torch.Tensor, place: Place, tensor: torch.Tensor, misfit: ValueError) -> torch.Tensor:
-    """As ``region``, of a tensor [E, N, K] of all experts; where sizes are rounded up, padding follows each half."""
-    if parameter.dim() != 3 or any(room < size for room, size in zip(parameter.shape, tensor.shape, strict=True)):
+    """As ``region``, of a tensor [E, N, K] or [E, N] of all experts; where sizes are rounded up, padding follows each half."""
+    if parameter.dim() != tensor.dim() or any(room < size for room, size in zip(parameter.shape, tensor.shape, strict=True)):
         raise misfit
     rows, room = tensor.shape[1] // place.parts, parameter.shape[1] // place.parts
-    halves = [parameter[:, part * room : part * room + rows, : tensor.shape[2]] for part in range(place.parts)]
+    columns = (slice(size) for size in tensor.shape[2:])
+    kept = parameter[(slice(None), slice(None), *columns)]
+    halves = [kept[:, part * room : part * room + rows] for part in range(place.parts)]
     return torch.cat(halves, 1)
 
 

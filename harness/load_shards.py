@@ -26,11 +26,12 @@ from harness.load_oracles import Finding, Oracle
 from harness.recipes import recipe, written
 from harness.refusals_architecture import declared
 from harness.subject import LoadFailed, RunFailed
+from harness.subject.loading import Depth
 from harness.verdict import Outcome, Verdict
 from references.answer import answer
 from references.formats import round_to
 from references.shards import shard
-from references.vocabulary import Layout
+from references.vocabulary import CheckpointFormat, Layout
 
 if TYPE_CHECKING:
     from cases.batch import Batch
@@ -48,11 +49,12 @@ _ONCE = (_SHAPES, (*_SHAPES, "w2_bias"))  # not compared on rank 0, and on the o
 
 def divided(case: MoECase, checkpoint: Checkpoint, backend: Backend, subject: Loads, extras: dict[str, object]) -> Iterable[Finding]:
     """Findings on a layer whose shards hold whole groups. Raises LoadFailed."""
+    depth = Depth.DIRECTORY if case.checkpoint is CheckpointFormat.GPT_OSS else Depth.LAYER  # its model divides it, not the layer
     for rank in range(RANKS):
         smaller, part = slice_of(case, checkpoint, Shard(rank))
-        alone = subject.watch_loading(smaller, part, sentinel=_SENTINELS[0])
+        alone = subject.watch_loading(smaller, part, depth=depth, sentinel=_SENTINELS[0])
         with subject.as_rank(rank, RANKS):
-            mine = subject.watch_loading(case, checkpoint, sentinel=_SENTINELS[1])
+            mine = subject.watch_loading(case, checkpoint, depth=depth, sentinel=_SENTINELS[1])
         extras |= {"quant_method": mine.quant_method}
         expected, actual = (
             {name: tensor for name, tensor in seen.after.items() if name not in (_ONCE[rank > 0])} for seen in (alone, mine)

@@ -90,11 +90,11 @@ def applies(question: Question, case: MoECase) -> bool:
 
     A model's configuration refuses fp32 hidden states of quantized models before any layer is built (config/vllm.py). Stacked, vLLM reads
     weights and scales of three dimensions and no biases (fused_moe/routed_experts.py, load_weights); interleaved, they are stacked on disk
-    already. gpt-oss's tensors are loaded by its own model (models/gpt_oss.py). With few experts one full-size
+    already. gpt-oss's are stacked always, and loaded by its own model (models/gpt_oss.py). With few experts one full-size
     temporary is no more than one expert's scratch.
     """
     if case.checkpoint is CheckpointFormat.GPT_OSS:
-        return False
+        return question in (Question.LOADED, Question.DIRECTORY)
     if question is Question.LOADED:
         return True
     if question is Question.MEMORY:

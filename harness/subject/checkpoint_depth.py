@@ -17,7 +17,7 @@ from harness.subject import vllm_compat
 from harness.subject.directory import write_directory
 from harness.subject.dtypes import TORCH
 from harness.subject.watch_loading import Watched, fill_parameters, watch_conversion
-from references.vocabulary import Swiglu
+from references.vocabulary import CheckpointFormat, Swiglu
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -45,7 +45,8 @@ def _register() -> None:
         def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
             super().__init__()
             self.quant_config = vllm_config.quant_config  # whose mapper of names the loader applies
-            sizes = vllm_config.model_config.hf_config
+            self.config = sizes = vllm_config.model_config.hf_config
+            self.parallel_config = vllm_config.parallel_config
             self.model = _Block()
             self.model.layers = torch.nn.ModuleList([_Block()])
             self.model.layers[0].mlp = _Block()
@@ -74,15 +75,29 @@ def _register() -> None:
         def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor: ...
 
         def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+            if self.config.model_type == "gpt_oss":
+                return _as_gpt_oss(self, weights)
             return loader(self).load_weights(weights)
 
     vllm_compat.probe_surface()["ModelRegistry"].register_model(ARCHITECTURE, MoediffMoEForCausalLM)
 
 
+def _as_gpt_oss(model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    """vLLM's own loader of gpt-oss's stacked tensors, over ``model``."""
+    from vllm.model_executor.models.gpt_oss import GptOssForCausalLM, GptOssModel
+
+    model._try_load_streamed_expert = GptOssModel._try_load_streamed_expert
+    named = GptOssForCausalLM.hf_to_vllm_mapper.apply(weights)
+    return GptOssModel._load_weights_mxfp4(model, model.config.num_local_experts, 0, named, [])
+
+
 def model_config(case: MoECase) -> dict[str, Any]:
-    """config.json without its quantization_config: a Qwen3-MoE configuration with what that has no word for under our own names."""
+    """config.json without its quantization_config: a Qwen3-MoE (or gpt-oss) configuration with what that has no word for under our own
+    names."""
+    gpt_oss = case.checkpoint is CheckpointFormat.GPT_OSS
     return vllm_compat.hf_config(TORCH[case.dtype], case.experts, case.top_k, case.hidden, case.intermediate) | {
         "architectures": [ARCHITECTURE],
+        **({"model_type": "gpt_oss", "num_local_experts": case.experts} if gpt_oss else {}),
         "norm_topk_prob": case.renormalize,
         "moediff_activation": case.activation.value,
         "moediff_bias": case.bias,

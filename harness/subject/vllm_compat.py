@@ -281,7 +281,7 @@ def as_models_hand_them(quantization: Any | None, tensors: dict[str, torch.Tenso
     return tensors if mapper is None else dict(mapper().apply(tensors.items()))
 
 
-_GPT_OSS = {
+GPT_OSS = {
     "gate_up_proj_blocks": "w13_weight",
     "gate_up_proj_scales": "w13_weight_scale",
     "gate_up_proj_bias": "w13_bias",
@@ -300,9 +300,9 @@ def load_weights(layer: torch.nn.Module, quantization: Any | None, tensors: dict
         return
     experts = experts_of(layer)
     for name, tensor in tensors.items():
-        parameter = getattr(experts, _GPT_OSS[name])
+        parameter = getattr(experts, GPT_OSS[name])
         flat = tensor.flatten(2) if name.endswith("_blocks") else tensor
-        parameter.weight_loader(parameter, flat, weight_name=_GPT_OSS[name], shard_id=None, expert_id=None)
+        parameter.weight_loader(parameter, flat, weight_name=GPT_OSS[name], shard_id=None, expert_id=None)
 
 
 def online_quantization(name: str) -> Any:

@@ -96,7 +96,11 @@ def watch(
             consumed: dict[str, tuple[str, ...]] = {}
             ended = ""
             try:
-                _consume(layer, vllm_compat.as_models_hand_them(config_of_weights, checkpoint.tensors), consumed)
+                if "gate_up_proj_blocks" in checkpoint.tensors:
+                    vllm_compat.load_weights(layer, config_of_weights, checkpoint.tensors)
+                    consumed |= {name: (vllm_compat.GPT_OSS[name],) for name in checkpoint.tensors}
+                else:
+                    _consume(layer, vllm_compat.as_models_hand_them(config_of_weights, checkpoint.tensors), consumed)
                 vllm_compat.finish_loading(layer, config)
             except Exception as error:
                 if not unfinished or not seen.before:
