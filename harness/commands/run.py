@@ -33,7 +33,8 @@ def main(arguments: Namespace) -> int:
     workers, pairs = _workers(arguments.workers), len(asked.pairs())
     check(asked.machine, asked.subject)
     made(asked.records)
-    options = [f"--backend={asked.backend}", f"--level={asked.level}", f"--subject={asked.subject}", f"--records={asked.records}"]
+    options = [f"--level={asked.level}", f"--subject={asked.subject}", f"--records={asked.records}"]
+    options += [f"--backend={asked.backend}"] if arguments.backend else []  # the header says why it is this one
     options += [f"--case={case}" for case in asked.cases]
     options += [f"--entry={asked.entry}"] if asked.entry else []
     options += [f"--architecture={asked.architecture}"] if asked.architecture else []
