@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from harness.allocator import keep_freed_memory
 from harness.backends import SPECS, Backend
 from harness.exits import Misuse
 
@@ -53,6 +54,7 @@ def open_subject(spec: str, backend: Backend, *, on_cpu: bool = False) -> Subjec
         Misuse: ``spec`` is neither, or names an unknown fault.
     """
     _, colon, name = parse(spec).partition(":")
+    keep_freed_memory()
     if spec == VLLM:
         from harness.subject.vllm_layer import VllmSubject
 
