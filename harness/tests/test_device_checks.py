@@ -200,10 +200,3 @@ def test_scales_of_every_kind_are_doubled_in_place_and_nothing_else_is() -> None
     assert set(named) == set(held)
     assert [each.float().tolist() for each in held.values()] == [[2.0] * 3, [2.0] * 2, [2.0**-6, 2.0]]
     assert all(bool((each == 1).all()) for each in kept.values())
-
-
-def test_a_padded_exponent_is_moved_by_its_own_unit() -> None:
-    packed = torch.tensor([15 << 3, 1 << 3], dtype=torch.uint8)  # humming's pack_e8m0_scale_for_fp16
-    held = {"w13_weight_scale": packed.view(torch.float8_e8m0fnu)}
-    modes.scale_in_place(Loaded(handle=None, quant_method="", experts_class="", parameters=held), 2.0)
-    assert packed.tolist() == [16 << 3, 2 << 3]
