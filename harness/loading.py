@@ -49,6 +49,8 @@ class Asked(NamedTuple):
 def questions(level: Level, backend: Backend) -> tuple[Asked, ...]:
     """Every question of a level, in the generator's order. Smoke reads one directory of each scheme with a gate and one without."""
     every = about([Pair(*pair) for pair in pairs(level)])
+    if backend not in FURTHER_ON:  # where kernels pad small experts to whole tiles, memory says something of large ones only
+        every = tuple(asked for asked in every if asked.question is not Question.MEMORY)
     further = (*sharded(level), *bad()) if backend in FURTHER_ON else ()
     if level is not Level.SMOKE:
         return (*every, *memory(), *further)
