@@ -50,6 +50,16 @@ def test_other_lanes_are_chosen_and_loaded(tmp_path: Path) -> None:
     assert (told.verdict.outcome, told.ran["stops_at"]) == ("PASS", "_C::gptq_marlin_repack")
 
 
+def test_what_converters_are_handed_is_observed_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
+    words, mxfp8 = (f"{each}-silu-bf16-e4k2m8h128i64-balanced" for each in ("int4-group32-none-gptq", "e4m3fn-group32-dyngroup32-online"))
+    told = run(tmp_path, "sm90", "marlin", words, mxfp8)
+    for case, converter in ((words, "convert_to_wna16_moe_kernel_format"), (mxfp8, "prepare_mxfp8_moe_layer_for_marlin")):
+        record = told[case, "loaded"]
+        assert record.verdict.outcome == "PASS"
+        assert "gptq_marlin_repack" in str(record.ran["stops_at"])
+        assert converter in str(record.ran["converters"])
+
+
 def test_a_matrix_of_two_lanes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "harness.matrix", str(tmp_path), "sm100", "flashinfer-cutlass", "deep-gemm"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=child_environ() | {VARIABLE: "sm100"}, cwd=os.getcwd())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +14,7 @@ import torch
 
 from cases.case import Entry, MoECase
 from cases.checkpoint import make_checkpoint
-from harness.backends import Backend
+from harness.backends import SPECS, Backend
 from harness.load_run import ask
 from harness.loading import Question
 from harness.pairs import Pair
@@ -28,6 +30,9 @@ vllm = pytest.mark.vllm
 SMALL = "e4k2m8h128i64-balanced"
 CHANNEL, STATIC = f"e4m3fn-channel-dyntoken-ct-silu-bf16-{SMALL}", f"e4m3fn-tensor-static-quark-silu-bf16-{SMALL}"
 ONLINE, SINGLE = f"e4m3fn-channel-dyntoken-online-silu-bf16-{SMALL}", f"e4m3fn-channel-dyntoken-online-relu2_no_mul-bf16-{SMALL}"
+WORDS, NVFP4 = f"int4-group32-none-ct-silu-bf16-{SMALL}", f"e2m1-group16-dyngroup16-modelopt-silu-bf16-{SMALL}"
+GPT_OSS = f"e2m1-group32-none-gptoss-swigluoai-bf16-{SMALL}-bias"
+RANKS = "e4m3fn-channel-dyntoken-ct-silu-bf16-e4k2m8h128i96-balanced"
 MANY = "e4m3fn-channel-dyntoken-online-silu-bf16-e16k1m3h256i128-balanced"
 
 
@@ -41,7 +46,7 @@ def test_the_subject_can_be_asked(subject: VllmSubject) -> None:
 
 
 @vllm
-@pytest.mark.parametrize("text", [CHANNEL, STATIC, ONLINE, SINGLE, f"uint4-group32-none-awq-silu-bf16-{SMALL}"])
+@pytest.mark.parametrize("text", [CHANNEL, STATIC, ONLINE, SINGLE, WORDS, NVFP4, f"uint4-group32-none-awq-silu-bf16-{SMALL}", GPT_OSS])
 @pytest.mark.parametrize("question", [Question.LOADED, Question.DIRECTORY])
 def test_an_honest_loading_holds(subject: VllmSubject, text: str, question: Question) -> None:
     verdict = became(subject, text, question)
@@ -56,12 +61,12 @@ def loader(subject: VllmSubject, monkeypatch: pytest.MonkeyPatch) -> Callable[[C
     """Replaces the weight loader of vLLM's layer by one around it."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-    def replace(around: Callable[[Loader], Loader]) -> None:
+    def wrap(around: Callable[[Loader], Loader]) -> None:
         around_it = around(RoutedExperts.weight_loader)
         around_it.supports_moe_loading = True  # type: ignore[attr-defined]
         monkeypatch.setattr(RoutedExperts, "weight_loader", around_it)
 
-    return replace
+    return wrap
 
 
 def swapping(original: Loader) -> Loader:
@@ -89,6 +94,8 @@ def dropping_a_scale(original: Loader) -> Loader:
         (swapping, CHANNEL, "NOT_DECODED:weight+NOT_DECODED:weight_scale"),
         (swapping, STATIC, "NOT_DECODED:weight+NOT_DECODED:weight_scale"),
         (swapping, ONLINE, "NOT_DECODED:weight"),
+        (swapping, WORDS, "HANDED:convert_to_wna16_moe_kernel_format:weight+HANDED:convert_to_wna16_moe_kernel_format:weight_scale"),
+        (swapping, NVFP4, "HANDED:convert_to_nvfp4_moe_kernel_format:weight+HANDED:convert_to_nvfp4_moe_kernel_format:weight_scale"),
         (dropping_a_scale, CHANNEL, "SENTINEL_LEFT:w13_weight_scale"),
         (dropping_a_scale, STATIC, "NOT_DECODED:weight_scale"),
     ],
@@ -160,6 +167,31 @@ def test_a_loader_of_directories_that_swaps_experts_is_seen(
     monkeypatch.setattr(default_loader, "safetensors_weights_iterator", confused)
     verdict = became(subject, CHANNEL, question)
     assert (verdict.outcome, verdict.signature) == (Outcome.NOT_IDENTICAL, f"DEPTHS_DIFFER:{question}")
+
+
+@vllm
+def test_ranks_that_hold_one_part_are_seen(subject: VllmSubject, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+
+    assert became(subject, RANKS, Question.SHARDED).outcome is Outcome.PASS
+    monkeypatch.setattr(FusedMoEConfig, "tp_rank", property(lambda self: 0))
+    verdict = became(subject, RANKS, Question.SHARDED)
+    assert verdict.signature == "SHARD:w13_weight+SHARD:w13_weight_scale+SHARD:w2_weight+SUM:output"
+
+
+@vllm
+@pytest.mark.parametrize("backend", sorted({spec.moe_backend for spec in SPECS.values()}))
+def test_int4_with_int8_activations_is_refused_in_these_words(subject: VllmSubject, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    case = MoECase.from_id("int4-group128-dyntoken-ct-silu-bf16-e4k2m8h256i256-balanced")
+    sound = make_checkpoint(case)
+    config = copy.deepcopy(sound.quantization_config)
+    assert config is not None
+    config["config_groups"]["group_0"]["input_activations"]["type"] = "int"  # the file says FP8: W4A8 of CUTLASS and Humming
+    monkeypatch.setattr(subject, "backend", backend)
+    with pytest.raises(LoadFailed) as raised:
+        subject.watch_loading(case, replace(sound, quantization_config=config))
+    assert raised.value.refused
+    assert raised.value.detail == "NotImplementedError: W4A8 Int8 MoE is only supported on CPU platforms"
 
 
 @vllm
