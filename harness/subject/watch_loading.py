@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
 import re
 import sys
@@ -123,6 +124,7 @@ def _counted(process: Callable[[torch.nn.Module], Any], layer: torch.nn.Module, 
 def _counted_on_cuda(process: Callable[[torch.nn.Module], Any], layer: torch.nn.Module, seen: Watched) -> Any:
     """The caching allocator's own statistics; it has none of single allocations."""
     device = next(layer.parameters()).device
+    gc.collect()  # what an earlier layer left must not be given back meanwhile
     torch.cuda.synchronize(device)
     there = {each.untyped_storage().data_ptr(): StorageWeakRef(each.untyped_storage()) for each in layer.parameters()}
     before = torch.cuda.memory_allocated(device)
