@@ -7,11 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from references import products
 from references.accumulators import FP8_FRACTION_BITS, FP8_STEP, tf32
 from references.bounds import Interval, exactly
 from references.formats import saturate, torch_dtype
 from references.loading import Matrix
-from references.products import operand
+from references.products import Routed, operand
 from references.tests.one_matrix import finished, finished_in_slices, gemm, matmul, slices
 from references.vocabulary import Accumulator, Epilogue, Format, Recipe
 
@@ -73,6 +74,24 @@ def test_steps_divided_among_warps_stay_inside_the_bound_for_any_order(columns: 
         kept = mine == warp
         total = total + machine(a * kept, w, FP8_FRACTION_BITS).float()
     assert holds(sums(a, w, Accumulator.TENSOR_CORE_FP8_ANY), total.double())
+
+
+@pytest.mark.parametrize("accumulator", [Accumulator.TENSOR_CORE_FP8, Accumulator.TENSOR_CORE_FP8_ANY])
+@settings(max_examples=40, deadline=None)
+@given(columns=st.integers(1, 100), seed=SEEDS)
+def test_codes_in_doubt_stay_inside_whichever_they_are(accumulator: Accumulator, columns: int, seed: int) -> None:
+    """Some intervals hold codes of both signs, and there are rows of two experts."""
+    g = torch.Generator().manual_seed(seed)
+    a, w = values(Format.E4M3FN, 6, columns, seed, 2.0), values(Format.E4M3FN, 8, columns, seed + 1, 2.0)
+    step = 2.0 ** torch.randint(-9, 3, a.shape, generator=g)
+    low, high = saturate(a - step, Format.E4M3FN), saturate(a + step, Format.E4M3FN)
+    rows = operand(Interval(low, high), Format.E4M3FN, accumulator)
+    matrices = operand(exactly(w.reshape(2, 4, columns)), Format.E4M3FN, accumulator)
+    interval = products.matmul(rows, matrices, accumulator, Routed.of([2, 4]))
+    for _ in range(4):
+        chosen = torch.where(torch.rand(a.shape, generator=g) < 0.5, low, high)
+        found = torch.cat([machine(chosen[:2], w[:4], FP8_FRACTION_BITS), machine(chosen[2:], w[4:], FP8_FRACTION_BITS)])
+        assert holds(interval, found)
 
 
 def test_a_machine_of_fewer_bits_does_not() -> None:
