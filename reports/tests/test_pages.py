@@ -47,7 +47,10 @@ def test_refusals_without_a_reason_are_listed() -> None:
     assert "  <groups> only: 2 pairs · AssertionError:" in text
     assert "refused without a reason: &lt;groups&gt; only" in page
     reasoned = dataclasses.replace(bare, verdict=dataclasses.replace(verdict, signature=""))
-    assert "without" not in summary.render([reasoned], where=".") + html.render([reasoned])
+    faked = dataclasses.replace(bare, environment={"subject": "fake"})
+    for other in (reasoned, faked):
+        assert "Upstream refuses" not in summary.render([other], where=".")
+        assert "Refused upstream" not in html.render([other])
 
 
 def test_the_summary_of_a_clean_run_says_so() -> None:
