@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cases.axes import Routing
+from cases.axes import InvalidCase, Routing
 from cases.batch import Batch, make_batch
 from cases.checkpoint import Checkpoint, make_checkpoint
 from harness import judge
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 PATTERNS = (0x00, 0xFF, 0x7F)  # zero; NaN of every float and -1; the largest bf16 and fp32, NaN of e4m3
 RUNS = 20
 _FACTOR = 2.0
-_SWAPPED_SIZES = ((1, 256, 128), (2, 256, 256), (8, 512, 128), (16, 256, 384), (33, 256, 128))  # M, H, I: whole blocks and groups
+_SWAPPED_SIZES = ((1, 256, 256), (2, 256, 128), (8, 512, 128), (16, 256, 384), (33, 256, 256))  # M, H, I: whole blocks and groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +164,10 @@ def swapped_operands(place: Place) -> Iterator[Broken]:
 
 def _other_sizes(place: Place) -> Iterator[Place]:
     for tokens, hidden, intermediate in _SWAPPED_SIZES:
-        case = replace(place.case, tokens=tokens, hidden=hidden, intermediate=intermediate, routing=Routing.BALANCED)
+        try:
+            case = replace(place.case, tokens=tokens, hidden=hidden, intermediate=intermediate, routing=Routing.BALANCED)
+        except InvalidCase:  # words of some formats want larger multiples
+            continue
         yield replace(place, case=case, checkpoint=make_checkpoint(case), batch=make_batch(case))
 
 
@@ -212,7 +215,15 @@ def _far_expert(place: Place) -> Iterator[Broken]:
     near, away = (place.subject.run(loaded, batch).output for batch in far.batches)
     if not bool(near.isfinite().all() & near.any()):
         raise Vacuous("the near expert gives zeros or infinities")
-    yield from _same(f"expert {far.case.experts - 1} of {far.case.experts} against its copy, expert 0", near, away)
+    broken = next(_same(f"expert {far.case.experts - 1} of {far.case.experts} against its copy, expert 0", near, away), None)
+    if broken is None:
+        return
+    if why := BY_PLACE.get(place.backend):
+        place.notes.append(f"{broken}; experts may differ ({why}), each is allowed")
+        small = replace(place, case=far.small, checkpoint=make_checkpoint(far.small), batch=far.near)
+        if small.honest(near) and small.honest(away):
+            return
+    yield broken
 
 
 def _far_rows(place: Place) -> Iterator[Broken]:

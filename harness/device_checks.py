@@ -13,7 +13,7 @@ from cases.generate import pairs
 from harness.backends import SPECS, Backend, declared_refusal, has_entry
 from harness.pairs import Pair
 from harness.recipes import recipe, written
-from references.vocabulary import Activation, Format, Layout
+from references.vocabulary import Activation, CheckpointFormat, Format, Layout
 
 if TYPE_CHECKING:
     from harness.suite.options import Options
@@ -82,9 +82,20 @@ def why_not(check: DeviceCheck, case: MoECase, entry: Entry, backend: Backend, l
         return "offsets are those of the same codes, loaded"
     if check in (DeviceCheck.REPLAYED_SCALES, DeviceCheck.COMPILED_SCALES) and not case.quantized:
         return "weights have no scales"
+    if check in (DeviceCheck.REPLAYED_SCALES, DeviceCheck.COMPILED_SCALES) and (why := _out_of_reach(case, backend)):
+        return why
     if check is DeviceCheck.SWAPPED_OPERANDS and not _swaps(case, entry, backend):
         return "the path does not swap operands"
     return None
+
+
+def _out_of_reach(case: MoECase, backend: Backend) -> str:
+    """Why the scales that a loaded layer shows are not what its kernels read; nothing where they are."""
+    if case.checkpoint is CheckpointFormat.GPT_OSS and backend in (Backend.TRITON, Backend.TRITON_UNFUSED):
+        return "triton_kernels keeps the scales in objects of its own"
+    if backend is Backend.EMULATION and case.weight in (Format.INT4, Format.UINT4):
+        return "the weights were multiplied by the scales while they were loaded"
+    return ""
 
 
 def _swaps(case: MoECase, entry: Entry, backend: Backend) -> bool:

@@ -26,6 +26,7 @@ from harness.recipes import recipe
 from harness.subject import HasModes, Loaded, modes
 from harness.tests.fake_device import FakeDevice, Planted
 from harness.verdict import Outcome, Verdict
+from references.vocabulary import CheckpointFormat, Format
 
 PAIR = min(
     (each.pair for each in of(Level.SMOKE, Backend.TRITON) if each.check is DeviceCheck.SWAPPED_OPERANDS),
@@ -120,7 +121,7 @@ def test_offsets_of_32_bits_show_as_another_output_of_the_copy(monkeypatch: pyte
         """An output that says which expert's memory was read."""
 
         def load(self, case, entry, checkpoint):  # type: ignore[no-untyped-def]
-            return replace(super().load(PAIR.case, PAIR.entry, make_checkpoint(PAIR.case)), handle=case)
+            return replace(super().load(PAIR.case, entry, make_checkpoint(PAIR.case)), handle=case)
 
         def run(self, loaded, batch):  # type: ignore[no-untyped-def]
             expert = int(batch.router_logits.argmax(1)[0])
@@ -130,6 +131,13 @@ def test_offsets_of_32_bits_show_as_another_output_of_the_copy(monkeypatch: pyte
 
     verdict = ask(DeviceCheck.FAR_EXPERT, Offsets())
     assert verdict.outcome is (Outcome.NOT_IDENTICAL if short else Outcome.PASS)
+    pair = next(each.pair for each in of(Level.NIGHTLY, Backend.MARLIN) if each.check is DeviceCheck.FAR_EXPERT)
+    subject = Offsets(backend=Backend.MARLIN)  # where bits may differ by place both must be allowed
+    assert isinstance(subject, HasModes)
+    for honest in (True, False):
+        monkeypatch.setattr(device_asked.Place, "honest", lambda self, output, honest=honest: honest)
+        told = run_check(DeviceCheck.FAR_EXPERT, pair, Backend.MARLIN, subject).verdict
+        assert told.outcome is (Outcome.NOT_IDENTICAL if short and not honest else Outcome.PASS)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +162,7 @@ def test_a_far_row_may_differ_where_that_is_declared_and_then_as_far_as_is_allow
     at = tuple(int(i) for i in (low < high).nonzero()[0])
     many = one.repeat(4, 1)
     many[32:48][at] = (low if one[at] != low[at] else high)[at] if allowed else 2 * high[at] + 1
-    far = Far(case=replace(small, tokens=64), small=small, checkpoint=checkpoint, batches=(batch,), bytes_needed=0, period=16)
+    far = Far(case=replace(small, tokens=64), small=small, checkpoint=checkpoint, batches=(batch,), bytes_needed=0, period=16, near=batch)
     monkeypatch.setattr(device_asked, "far_rows", lambda case: far)
 
     class Rows(FakeDevice):
@@ -169,6 +177,17 @@ def test_a_far_row_may_differ_where_that_is_declared_and_then_as_far_as_is_allow
 def test_every_check_has_a_claim_and_is_asked_somewhere() -> None:
     assert set(CLAIMS) == set(DeviceCheck) == set(device_asked.ASKED)
     assert {each.check for backend in Backend for each in of(Level.NIGHTLY, backend)} == set(DeviceCheck)
+
+
+def test_scales_that_no_kernel_reads_are_not_changed_in_place() -> None:
+    changed = (DeviceCheck.REPLAYED_SCALES, DeviceCheck.COMPILED_SCALES)
+    asked = {
+        backend: [each.pair.case for each in of(Level.SMOKE, backend) if each.check in changed]
+        for backend in (Backend.TRITON, Backend.TRITON_UNFUSED, Backend.EMULATION, Backend.MARLIN)
+    }
+    assert not any(case.checkpoint is CheckpointFormat.GPT_OSS for backend in list(asked)[:2] for case in asked[backend])
+    assert not {Format.INT4, Format.UINT4} & {case.weight for case in asked[Backend.EMULATION]}
+    assert {Format.INT4, Format.UINT4} <= {case.weight for case in asked[Backend.MARLIN]}
 
 
 def test_lanes_without_a_device_are_asked_nothing() -> None:
