@@ -78,6 +78,8 @@ def why_not(check: DeviceCheck, case: MoECase, entry: Entry, backend: Backend, l
         return "it takes gigabytes, and seconds"
     if check in FAR and (case.weight not in (Format.INT8, Format.E4M3FN) or (case.weight_scale, case.act_scale) not in _FAR_SCHEMES):
         return "offsets are those of another scheme"
+    if check is DeviceCheck.FAR_EXPERT and backend is Backend.HUMMING_A8:
+        return "copies of an expert differ by place: K is divided among blocks, and added in 16 bits"
     if check in FAR and case.origin is not Origin.PREQUANTIZED:
         return "offsets are those of the same codes, loaded"
     if check in (DeviceCheck.REPLAYED_SCALES, DeviceCheck.COMPILED_SCALES) and not case.quantized:

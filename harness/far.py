@@ -25,7 +25,7 @@ _PERIOD = 16
 class Far:
     """A layer, the batches to run through it, and the device memory it takes. period: rows after which a batch repeats.
 
-    small: the case of one such period, or of the first experts; near: the first batch for that.
+    small: the case of one such period.
     """
 
     case: MoECase
@@ -34,7 +34,6 @@ class Far:
     batches: tuple[Batch, ...]
     bytes_needed: int
     period: int = 0
-    near: Batch
 
 
 def far_expert(case: MoECase) -> Far:
@@ -58,7 +57,6 @@ def far_expert(case: MoECase) -> Far:
         small=small,
         checkpoint=replace(first, tensors=tensors),
         batches=tuple(_to(batch, expert, experts) for expert in (0, experts - 1)),
-        near=_to(batch, 0, small.experts),
         bytes_needed=_LOADING * 3 * PAST * (2 if not case.quantized or case.stored is not case.weight else 1),
     )
 
@@ -79,4 +77,4 @@ def far_rows(case: MoECase) -> Far:
     many = Batch(hidden_states=batch.hidden_states.repeat(copies, 1), router_logits=batch.router_logits.repeat(copies, 1))
     rows = far.tokens * far.top_k
     needed = 8 * rows * far.w13_rows
-    return Far(case=far, small=small, checkpoint=make_checkpoint(small), batches=(many,), bytes_needed=needed, period=_PERIOD, near=batch)
+    return Far(case=far, small=small, checkpoint=make_checkpoint(small), batches=(many,), bytes_needed=needed, period=_PERIOD)
