@@ -25,7 +25,7 @@ from harness.pairs import Pair
 from harness.recipes import recipe
 from harness.suite import outputs
 from harness.suite.worker import judged_by
-from harness.verdict import Verdict
+from harness.verdict import Outcome, Verdict
 from reports.records import Record, Recorder, Status, read_worker, worker_files
 
 
@@ -38,9 +38,10 @@ def verdict_of(pair: Pair, backend: Backend, output: torch.Tensor) -> Verdict:
 
 
 def again(record: Record, run: Path, known: Ledger) -> Record:
-    """The record as it stands today. A verdict changes only where an output was kept."""
+    """The record as it stands today. A verdict changes only where an output was kept, and never that two runs differed."""
     pair, backend, verdict = Pair(MoECase.from_id(record.case), Entry(record.entry)), Backend.parse(record.backend), record.verdict
-    if not record.relation and (file := outputs.file_of(run, record.pair)).exists():
+    once = not record.relation and verdict.outcome is not Outcome.NONDETERMINISTIC
+    if once and (file := outputs.file_of(run, record.pair)).exists():
         verdict = verdict_of(pair, backend, torch.load(file)["outputs"][record.pair])
     judged = judged_by(known, verdict, record, here=record.environment.get("vllm", ""), pair=pair, backend=backend)
     return replace(

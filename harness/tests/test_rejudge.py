@@ -66,6 +66,12 @@ def test_an_output_that_is_honest_today_is_clean_and_another_is_still_new(run: P
     assert said.endswith("2 still new\n")
 
 
+def test_that_two_runs_differed_is_not_judged_again(run: Path) -> None:
+    differed = replace(_record(CASE), verdict=replace(NEW, outcome=Outcome.NONDETERMINISTIC))
+    assert rejudge.again(differed, run, ledger.Ledger(issues=())).verdict == differed.verdict
+    assert rejudge.again(_record(CASE), run, ledger.Ledger(issues=())).verdict.outcome is Outcome.PASS
+
+
 def test_the_ledger_of_today_speaks_for_what_has_no_output(run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     entry = tmp_path / "ledger.toml"
     rest = 'outcome = "MISMATCH"\nsignature = "*"\nlink = "https://example.org/1"\nsince = "2026-11-30"\nnote = "Found since."\n'
