@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cases.case import ActScale, Data, Entry, Level, MoECase, Origin
 from cases.generate import pairs
+from harness import repeatable
 from harness.backends import SPECS, Backend, declared_refusal, has_entry
 from harness.pairs import Pair
 from harness.recipes import recipe, written
@@ -55,10 +56,9 @@ _FAR_SCHEMES = (  # of bytes, one per layout of weight scales
     (Layout.BLOCK128, ActScale.DYNAMIC_GROUP128),
 )
 
-# Where bits may differ, and why; every result must then be one that the reference allows.
-NOT_REPEATABLE: dict[Backend, str] = {}  # from run to run
+# Where bits may differ by place, of a row in its batch or of an expert in its layer, and why. Each must then be one the reference allows.
 _TILES = "where a tile lies among the blocks decides how its K is divided among them"
-BY_PLACE = {Backend.MARLIN: _TILES, Backend.HUMMING: _TILES, Backend.HUMMING_A8: _TILES}  # from row to row of one batch
+BY_PLACE = {Backend.MARLIN: _TILES, Backend.HUMMING: _TILES, Backend.HUMMING_A8: _TILES}
 
 
 def asked(case: MoECase, entry: Entry, backend: Backend, level: Level) -> tuple[DeviceCheck, ...]:
@@ -72,14 +72,14 @@ def why_not(check: DeviceCheck, case: MoECase, entry: Entry, backend: Backend, l
         return "the backend has no device"
     if entry is Entry.BATCHED and check in _WHOLE_GRAPH:
         return "the batched entry's packing reads on the host how many rows each expert has"
+    if check is not DeviceCheck.REPEATED_RUNS and (why := repeatable.why_not(case, entry, backend)):
+        return why
     if entry is Entry.BATCHED and check is DeviceCheck.FAR_ROWS:
         return "eight contributions are added in no order, in the hidden dtype"
     if check in FAR and level is Level.SMOKE:
         return "it takes gigabytes, and seconds"
     if check in FAR and (case.weight not in (Format.INT8, Format.E4M3FN) or (case.weight_scale, case.act_scale) not in _FAR_SCHEMES):
         return "offsets are those of another scheme"
-    if check is DeviceCheck.FAR_EXPERT and backend is Backend.HUMMING_A8:
-        return "copies of an expert differ by place: K is divided among blocks, and added in 16 bits"
     if check in FAR and case.origin is not Origin.PREQUANTIZED:
         return "offsets are those of the same codes, loaded"
     if check in (DeviceCheck.REPLAYED_SCALES, DeviceCheck.COMPILED_SCALES) and not case.quantized:

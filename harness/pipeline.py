@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from cases.batch import make_batch
 from cases.case import Entry, MoECase
 from cases.checkpoint import make_checkpoint
 from harness import judge
 from harness.backends import Backend, experts_expected
-from harness.compare import compare
+from harness.compare import Comparison, compare
 from harness.expected import expected
 from harness.recipes import recipe
 from harness.refusals_architecture import declared
+from harness.repeatable import why_not
 from harness.subject import LoadFailed, RunFailed, Subject, SubjectError
 from harness.verdict import Outcome, Verdict
+
+if TYPE_CHECKING:
+    import torch
+
+    from references.moe import Answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +87,14 @@ def run_pair(case: MoECase, entry: Entry, backend: Backend, subject: Subject) ->
     with clock.stage("expect"):
         answer = expected(case, how, checkpoint, batch)
     with clock.stage("compare"):
-        comparison = compare(answer, ran.output, repeat=again.output)
-        verdict = judge.judge(case, how, checkpoint, batch, answer, ran.output, comparison)
+        output, comparison = _compared(answer, ran.output, again.output, repeats=why_not(case, entry, backend) is None)
+        verdict = judge.judge(case, how, checkpoint, batch, answer, output, comparison)
     return finish(verdict)
+
+
+def _compared(answer: Answer, first: torch.Tensor, second: torch.Tensor, *, repeats: bool) -> tuple[torch.Tensor, Comparison]:
+    """The first run and how it stands; where runs may differ each must be allowed, and the one that is farther off is told."""
+    if repeats:
+        return first, compare(answer, first, repeat=second)
+    each = [(output, compare(answer, output)) for output in (first, second)]
+    return max(each, key=lambda run: math.inf if run[1].margin is None else run[1].margin)

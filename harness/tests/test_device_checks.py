@@ -12,12 +12,12 @@ import torch
 
 from cases.axes import Routing
 from cases.batch import make_batch
-from cases.case import Level
+from cases.case import Entry, Level, MoECase
 from cases.checkpoint import make_checkpoint
-from harness import device_asked
+from harness import device_asked, repeatable
 from harness.backends import SPECS, Backend
 from harness.device_asked import Broken, run_check
-from harness.device_checks import CLAIMS, FAR, NOT_REPEATABLE, DeviceCheck, of
+from harness.device_checks import CLAIMS, FAR, DeviceCheck, asked, of
 from harness.environment import child_environ
 from harness.expected import expected
 from harness.far import PAST, Far, far_expert, far_rows
@@ -90,8 +90,8 @@ def test_a_bit_that_the_reference_allows_is_noted_and_no_failure(monkeypatch: py
     assert "1 elements differ" in told.detail
 
 
-def test_a_lane_declared_not_repeatable_must_stay_within_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(NOT_REPEATABLE, Backend.TRITON, "atomic additions")
+def test_a_pair_declared_not_repeatable_must_stay_within_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeatable, "why_not", lambda case, entry, backend: "atomic additions")
     told = ask(DeviceCheck.REPEATED_RUNS, FakeDevice(Planted.UNSTEADY))
     assert told.outcome is Outcome.MISMATCH
     assert "atomic additions" in told.claim
@@ -165,6 +165,54 @@ def test_a_far_row_may_differ_where_that_is_declared_and_then_as_far_as_is_allow
     subject = Rows(backend=backend)
     assert isinstance(subject, HasModes)
     assert run_check(DeviceCheck.FAR_ROWS, pair, backend, subject).verdict.outcome is outcome
+
+
+@pytest.mark.parametrize(
+    ("backend", "allowed", "outcome"),
+    [
+        (Backend.TRITON, True, Outcome.NOT_IDENTICAL),
+        (Backend.HUMMING_A8, True, Outcome.PASS),
+        (Backend.HUMMING_A8, False, Outcome.NOT_IDENTICAL),
+    ],
+)
+def test_a_far_copy_may_differ_where_that_is_declared_and_then_as_far_as_is_allowed(
+    monkeypatch: pytest.MonkeyPatch, backend: Backend, allowed: bool, outcome: Outcome
+) -> None:
+    """An element of the far copy's output at the other end of what is allowed, and far off."""
+    pair = next(each.pair for each in of(Level.NIGHTLY, backend) if each.check is DeviceCheck.FAR_EXPERT)
+    small = replace(
+        pair.case,
+        experts=2,
+        top_k=1,
+        tokens=4,
+        hidden=128,
+        intermediate=128,
+        renormalize=True,
+        routing=Routing.BALANCED,
+        router_weight_on_input=False,
+    )
+    logits = torch.tensor([[8.0, 0.0]]).repeat(4, 1)
+    near_batch = replace(make_batch(small), router_logits=logits)
+    answer = expected(small, recipe(small, pair.entry, backend), make_checkpoint(small), near_batch)
+    low, near, high = (each.to(torch.bfloat16) for each in (answer.low, answer.expected, answer.high))
+    at = tuple(int(i) for i in (low < high).nonzero()[0])
+    away = near.clone()
+    away[at] = (low if near[at] != low[at] else high)[at] if allowed else 2 * high[at] + 1
+    batches = (near_batch, replace(near_batch, router_logits=logits.flip(1)))
+    far = Far(case=small, small=small, checkpoint=make_checkpoint(small), batches=batches, bytes_needed=0)
+    monkeypatch.setattr(device_asked, "far_expert", lambda case: far)
+
+    class Copies(FakeDevice):
+        def run(self, loaded, batch):  # type: ignore[no-untyped-def]
+            return type("Ran", (), {"output": near if batch is near_batch else away})()
+
+    assert run_check(DeviceCheck.FAR_EXPERT, pair, backend, Copies(backend=backend)).verdict.outcome is outcome
+
+
+def test_a_pair_that_may_differ_from_run_to_run_is_asked_for_no_equality() -> None:
+    case = MoECase.from_id("bf16-none-none-plain-gelu-bf16-e8k4m129h128i64-single")
+    assert asked(case, Entry.BATCHED, Backend.BATCHED_TRITON, Level.NIGHTLY) == (DeviceCheck.REPEATED_RUNS,)
+    assert len(asked(replace(case, top_k=2), Entry.BATCHED, Backend.BATCHED_TRITON, Level.NIGHTLY)) > 1
 
 
 def test_every_check_has_a_claim_and_is_asked_somewhere() -> None:
