@@ -152,8 +152,12 @@ def _finished(x: Interval, matrix: Matrix, recipe: Recipe, routed: Routed) -> In
         x = Interval(x.low * scale + (0.0 if bias is None else bias), x.high * scale + (0.0 if bias is None else bias))
     elif scales_stored(matrix, recipe) and matrix.scale is not None:
         scale = routed.each(matrix.scale[..., 0])
-        x = store(Interval(x.low * scale, x.high * scale), fmt)
-        return x if bias is None else store(Interval(x.low + bias, x.high + bias), fmt)
+        product, x = Interval(x.low * scale, x.high * scale), store(Interval(x.low * scale, x.high * scale), fmt)
+        if bias is None:
+            return x
+        # PTX's mul.f16x2 and add.f16x2 name no rounding: ptxas may contract them into one fma
+        twice, fused = (store(Interval(each.low + bias, each.high + bias), fmt) for each in (x, product))
+        return Interval(torch.minimum(twice.low, fused.low), torch.maximum(twice.high, fused.high))
     elif bias is not None:
         x = Interval(x.low + bias, x.high + bias)
     else:

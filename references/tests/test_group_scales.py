@@ -79,6 +79,11 @@ def test_a_channel_scale_then_a_bias_each_round_the_stored_result(bias: torch.Te
     prepared = operand(exactly(rows.double()), Format.BF16, how.accumulator)
     x = finished(gemm(prepared, replace(made, scale=None), how.accumulator), made, how)
     assert bool(((x.low <= kernel.double()) & (kernel.double() <= x.high)).all())
+    if bias is not None:  # scale and bias contracted into one fma
+        stored = (rows.float() @ made.codes.float().T).to(BF16).double()
+        fused = (stored * made.scale[:, 0].to(BF16).double() + bias.to(BF16).double()).to(BF16).double()
+        assert bool((fused != kernel.double()).any())
+        assert bool(((x.low <= fused) & (fused <= x.high)).all())
     whole = (rows.double() @ made.codes.T) * made.scale[:, 0] + (0.0 if bias is None else bias.double())
     assert bool((whole.to(BF16).double() < x.low).any() | (whole.to(BF16).double() > x.high).any())  # one rounding is not three
 

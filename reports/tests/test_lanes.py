@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,19 +36,24 @@ def _recorded(directory: Path, worker: str, gpu: str, *told: tuple[str, str, Out
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path: Path) -> Iterator[Path]:
     first = {"make": 1.0, "load": 2.0, "run": 8.0, "again": 3.0, "expect": 4.0}
     second = {"make": 1.0, "load": 1.0, "run": 2.0, "again": 2.5}
-    _recorded(tmp_path, "gw0", "0", ("", "pair", Outcome.PASS, Status.CLEAN, first), ("", "pair", Outcome.MISMATCH, Status.KNOWN, second))
+    whole = _recorded(
+        tmp_path, "gw0", "0", ("", "pair", Outcome.PASS, Status.CLEAN, first), ("", "pair", Outcome.MISMATCH, Status.KNOWN, second)
+    )
     check = {"check": 7.0}
-    _recorded(
+    cut = _recorded(
         tmp_path,
         "gw1",
         "1",
         ("far_rows", "device check", Outcome.UNAVAILABLE, Status.CLEAN, check),
         ("repeated_runs", "device check", Outcome.NONDETERMINISTIC, Status.NEW, check),
-    ).started(Start(case=CASE, entry="layer", backend="marlin", fields={}, environment={}, worker="gw1"))
-    return tmp_path
+    )
+    cut.started(Start(case=CASE, entry="layer", backend="marlin", fields={}, environment={}, worker="gw1"))
+    yield tmp_path
+    whole.close()
+    cut.close()
 
 
 def test_a_run_is_a_row(run: Path) -> None:
