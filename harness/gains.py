@@ -5,7 +5,8 @@ An interval is elementwise and worst-case; averaging sees less. With d = actual 
 uncertainty, so that rows of small magnitude count as much as large ones.
 
 Honest d is a rounding to the output dtype (anything within half an ulp h: variance h**2 / 3) plus a deviation inside the interval
-(|.| <= r, arbitrary). With the estimator alpha - 1 = sum_j P_j d_j, P = (X' W X)^-1 X' W, this gives
+(|.| <= r, arbitrary). Roundings are not always independent: a result of 8 bits times a router weight just below 1 is rounded back up in
+every channel. Where all of the interval rounds to one number, d is taken from that number, and an honest one is 0. With the estimator alpha - 1 = sum_j P_j d_j, P = (X' W X)^-1 X' W, this gives
 
     se   = max(sqrt(sum_j P_j**2 h_j**2 / 3), standard error from the residuals)
     bias = Answer.gain_bias + sum_j |P_j| r_j
@@ -32,6 +33,7 @@ import torch
 
 from harness.preimage import half_gaps
 from references.bounds import DIVISION, U32, router_weights
+from references.formats import round_to
 from references.moe import Answer
 
 _ALONG_OVER_ACROSS = 2.0  # tan of the angle whose cosine squared is 4/5, inverted: sqrt(4/5 / (1/5))
@@ -117,7 +119,8 @@ def gains(answer: Answer, actual: torch.Tensor, experts: int) -> Gains:
     EXPERT: all experts at once, one regression over all elements. CHANNEL and TOKEN: each against honest others, because a batch
     seldom has more tokens than experts; what the others do shows in the residual and so in se.
     """
-    d = actual.to(torch.float64) - answer.expected
+    known = round_to(answer.low, answer.output) == round_to(answer.high, answer.output)
+    d = actual.to(torch.float64) - torch.where(known, round_to(answer.expected, answer.output), answer.expected)
     radius = torch.maximum(answer.high - answer.expected, answer.expected - answer.low)
     rounding = half_gaps(torch.maximum(answer.low.abs(), answer.high.abs()), actual.dtype)[1]
     usable = torch.isfinite(d) & torch.isfinite(radius) & torch.isfinite(rounding)

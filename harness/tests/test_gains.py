@@ -5,8 +5,14 @@ import math
 import pytest
 import torch
 
+from cases.batch import make_batch
+from cases.case import Entry, MoECase
+from cases.checkpoint import make_checkpoint
+from harness.backends import Backend
+from harness.expected import expected
 from harness.gains import Group, gains, per_expert
 from harness.inject import gained
+from harness.recipes import recipe
 from harness.tests.worked import answer, normal
 from references.formats import torch_dtype
 from references.moe import Answer
@@ -127,3 +133,19 @@ def test_elements_that_are_not_finite_take_no_part() -> None:
 def test_contributions_of_one_expert_in_two_slots_add() -> None:
     given = torch.ones(1, 2, 3, dtype=torch.float64)
     assert per_expert(answer(given, [[1, 1]]), 2).tolist() == [[[0.0] * 3], [[2.0] * 3]]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "e4m3fn-channel-dyntoken-ct-silu-bf16-e3k1m129h96i160-balanced-norenorm-tight",
+        "e2m1-group16-dyngroup16-modelopt-swiglustep-bf16-e3k1m129h96i160-balanced-norenorm",
+    ],
+)
+def test_roundings_that_all_fall_one_way_are_no_gain(text: str) -> None:
+    """Results of 8 bits times a router weight just below 1: every channel of a token is rounded back up."""
+    case = MoECase.from_id(text)
+    honest = expected(case, recipe(case, Entry.LAYER, Backend.HUMMING), make_checkpoint(case), make_batch(case))
+    output = honest.expected.to(torch.bfloat16)
+    assert gains(honest, output, case.experts).flagged() == ()
+    assert gains(honest, (honest.expected * 1.008).to(torch.bfloat16), case.experts).expert.flagged()
