@@ -6,7 +6,8 @@ uncertainty, so that rows of small magnitude count as much as large ones.
 
 Honest d is a rounding to the output dtype (anything within half an ulp h: variance h**2 / 3) plus a deviation inside the interval
 (|.| <= r, arbitrary). Roundings are not always independent: a result of 8 bits times a router weight just below 1 is rounded back up in
-every channel. Where all of the interval rounds to one number, d is taken from that number, and an honest one is 0. With the estimator alpha - 1 = sum_j P_j d_j, P = (X' W X)^-1 X' W, this gives
+every channel. Where all of the interval rounds to one number, d is taken from that number, and an honest one is 0. With the estimator
+alpha - 1 = sum_j P_j d_j, P = (X' W X)^-1 X' W, this gives
 
     se   = max(sqrt(sum_j P_j**2 h_j**2 / 3), standard error from the residuals)
     bias = Answer.gain_bias + sum_j |P_j| r_j
