@@ -61,7 +61,7 @@ class KnownIssue:
     backends: tuple[Backend, ...]
     vllm: SpecifierSet  # affected versions
     outcome: Outcome
-    signature: str  # shell pattern over Verdict.signature
+    signature: tuple[str, ...]  # shell patterns over Verdict.signature; one that matches is enough
     link: str
     since: str  # date it was entered, ISO
     note: str
@@ -118,9 +118,9 @@ class Ledger:
         if not failed:
             sentence = f"ledger entry '{issue.id}' expects {issue.outcome}, but it ended {verdict.outcome}: if fixed, narrow `vllm`"
             return Judged(standing=Standing.STOPPED_FAILING, issue=issue, sentence=sentence)
-        if verdict.outcome is issue.outcome and matches(verdict.signature, issue.signature):
+        if verdict.outcome is issue.outcome and any(matches(verdict.signature, pattern) for pattern in issue.signature):
             return Judged(standing=Standing.KNOWN, issue=issue, sentence=issue.note)
-        expected, found = f"{issue.outcome} {issue.signature}", f"{verdict.outcome} {verdict.signature}"
+        expected, found = f"{issue.outcome} {' or '.join(issue.signature)}", f"{verdict.outcome} {verdict.signature}"
         sentence = f"ledger entry '{issue.id}' expects {expected}, but it ended {found}"
         return Judged(standing=Standing.FAILS_DIFFERENTLY, issue=issue, sentence=sentence)
 
@@ -195,10 +195,15 @@ def _issue(path: Path, line: int, entry: dict[str, object]) -> KnownIssue:
         raise wrong(f"unknown key '{unknown[0]}'; the keys are {', '.join(known)}")
     if absent := [name for name, f in known.items() if f.default is MISSING and name not in entry]:
         raise wrong(f"key '{absent[0]}' is missing")
-    patterns = entry["cases"] if isinstance(entry["cases"], list) else [entry["cases"]]
-    if not patterns or not all(isinstance(each, str) and each.strip() for each in patterns):
-        raise wrong(f"'cases' must be a pattern or a list of patterns, got {entry['cases']!r}")
-    texts = {name: value for name, value in entry.items() if name not in ("backends", "cases")}
+
+    def patterns(key: str) -> tuple[str, ...]:
+        given = entry[key] if isinstance(entry[key], list) else [entry[key]]
+        if not isinstance(given, list) or not given or not all(isinstance(each, str) and each.strip() for each in given):
+            raise wrong(f"'{key}' must be a pattern or a list of patterns, got {entry[key]!r}")
+        return tuple(given)
+
+    cases, signature = patterns("cases"), patterns("signature")
+    texts = {name: value for name, value in entry.items() if name not in ("backends", "cases", "signature")}
     if bad := [name for name, value in texts.items() if not isinstance(value, str) or not value.strip()]:
         raise wrong(f"'{bad[0]}' must be a non-empty string, got {entry[bad[0]]!r}")
     if not _date(str(entry["since"])):
@@ -223,12 +228,12 @@ def _issue(path: Path, line: int, entry: dict[str, object]) -> KnownIssue:
         raise wrong(f"'backends': {error}") from None
     return KnownIssue(
         id=str(entry["id"]),
-        cases=tuple(map(str, patterns)),
+        cases=cases,
         entry=typed("entry", Entry),
         backends=speaks_of,
         vllm=affected,
         outcome=typed("outcome", Outcome),
-        signature=str(entry["signature"]),
+        signature=signature,
         link=str(entry["link"]),
         since=str(entry["since"]),
         note=str(entry["note"]),
