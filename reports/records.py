@@ -15,6 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from harness import device_loss
 from harness.verdict import FaultFit, Outcome, Verdict
 
 MERGED = "records.jsonl"
@@ -216,7 +217,7 @@ def read_worker(path: Path) -> WorkerStory:
                         start = None
                     case _:
                         raise ValueError("not an event")
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise RecordsUnreadable(f"{path}:{number}: not a record ({error})") from error
     return WorkerStory(records=records, died_at=died(start, stage) if start else None, open_seconds=open_seconds)
 
@@ -258,9 +259,23 @@ def gathered(directory: Path, crashed: Collection[str] | None = None) -> list[Re
     stories = [read_worker(path) for path in worker_files(directory)]
     left = [story.died_at for story in stories if story.died_at is not None]
     lost = [record for record in left if crashed is None or record.worker in crashed]
-    records = [*(record for story in stories for record in story.records), *lost]
+    records = settled([*(record for story in stories for record in story.records), *lost])
     records.sort(key=lambda record: (record.backend, record.case, record.entry, record.relation))
     return records
+
+
+def to_ask_again(record: Record) -> bool:
+    """Whether the device or the machine was why it ended so: a run that is continued asks again."""
+    lost = record.verdict.signature.startswith((f"{device_loss.OUT_OF_MEMORY}@", f"{device_loss.LOST}@"))
+    return lost or record.verdict.outcome is Outcome.UNAVAILABLE
+
+
+def settled(records: list[Record]) -> list[Record]:
+    """Without those of pairs that were asked again: their other record stands."""
+    keys = [(record.backend, record.pair) for record in records]
+    answered = {key for key, record in zip(keys, records, strict=True) if not to_ask_again(record)}
+    last = dict(zip(keys, records, strict=True))
+    return [r for key, r in zip(keys, records, strict=True) if not to_ask_again(r) or (key not in answered and r is last[key])]
 
 
 def merge(directory: Path, crashed: Collection[str] | None = None) -> list[Record]:

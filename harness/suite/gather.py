@@ -12,12 +12,11 @@ from cases.lattice_pairs import lattice_pairs
 from harness import device_checks, ledger
 from harness.backends import SPECS, has_entry
 from harness.environment import version
-from harness.exits import Misuse
 from harness.loading import questions
 from harness.recipes import written
 from harness.relations import asked
 from harness.suite.subjects import VLLM
-from reports.records import Record, merge, read_worker, worker_file, worker_files
+from reports.records import Record, merge, read_worker, worker_file
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -33,22 +32,6 @@ def directory(options: Options) -> Path:
         return options.resume
     what = "cases" if options.cases else options.level.value
     return options.records / f"{datetime.now():%Y%m%d-%H%M%S}-{options.backend}-{what}-{os.getpid()}"
-
-
-def recorded(options: Options) -> frozenset[str]:
-    """What the run that is continued has records of; what it began and did not finish is taken out of its files. Raises Misuse."""
-    if options.resume is None:
-        return frozenset()
-    found: list[Record] = []
-    for path in worker_files(options.resume):
-        lines = path.read_bytes().splitlines(keepends=True)
-        while lines and not (lines[-1].startswith((b'{"finished"', b'{"opened"')) and lines[-1].endswith(b"\n")):
-            lines.pop()
-        path.write_bytes(b"".join(lines))
-        found += read_worker(path).records
-    if other := next((record.backend for record in found if record.backend != options.backend), None):
-        raise Misuse(f"the run in '{options.resume}' was on backend '{other}', not '{options.backend}': say --backend {other}")
-    return frozenset(record.pair for record in found)
 
 
 def stale(options: Options) -> list[str]:

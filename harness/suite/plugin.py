@@ -22,11 +22,11 @@ from harness.gpus import cores, gpu_gib, visible_gpus, worker_count, worker_envi
 from harness.ledger import LedgerError
 from harness.preflight import check, require
 from harness.subject import SubjectUnavailable
-from harness.suite import gather, order
+from harness.suite import gather, order, resume
 from harness.suite.options import Options, add_to, made
 from harness.suite.stash import DIRECTORY, OPTIONS, RECORDED, STOPPED, Stopped
 from harness.suite.worker import Worker
-from reports.records import RecordsUnreadable, RecordsUnwritable
+from reports.records import RecordsUnwritable
 
 pytest_plugins = ["harness.suite.ending"]
 
@@ -56,8 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
     given = getattr(config, "workerinput", {})
     config.stash[DIRECTORY] = Path(given["moediff_directory"]) if given else gather.directory(options)
     try:
-        config.stash[RECORDED] = frozenset(given["moediff_recorded"]) if given else gather.recorded(options)
-    except (Misuse, RecordsUnreadable) as error:
+        config.stash[RECORDED] = frozenset(given["moediff_recorded"]) if given else resume.recorded(options)
+    except (Misuse, RecordsUnwritable) as error:
         pytest.exit(str(error), returncode=Exit.MISUSE)
 
 
@@ -78,13 +78,14 @@ def worker_id() -> str:
     return os.environ.get("PYTEST_XDIST_WORKER", "main")
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    """The lane, and why where it was not asked for."""
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """The lane, and why where it was not asked for; of a run that is continued, which harness it began with."""
     backend, asked = config.stash[OPTIONS].backend, config.getoption("backend")
     seen = f"{len(visible_gpus())} GPUs are visible" if visible_gpus() else "no GPU is visible"
     architecture = config.stash[OPTIONS].architecture
     lane = f"{backend}, answering as {architecture}" if architecture else backend
-    return f"moediff: backend {lane}" + (f", because {seen} and no --backend was given" if asked is None else "")
+    which = f"moediff: backend {lane}" + (f", because {seen} and no --backend was given" if asked is None else "")
+    return [which, *filter(None, [resume.other_commits(config.stash[OPTIONS])])]
 
 
 @pytest.hookimpl(optionalhook=True)

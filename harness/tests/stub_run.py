@@ -39,7 +39,8 @@ class StubResult:
 
 
 class StubSubject:
-    name = "stub"
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def load(self, *_: object) -> Any:
         return None
@@ -55,7 +56,7 @@ class StubSubject:
 def open_stub(spec: str, backend: Backend) -> StubSubject:
     if os.environ.get("STUB_UNAVAILABLE"):
         raise SubjectUnavailable("the stub was told to be unavailable: unset STUB_UNAVAILABLE")
-    return StubSubject()
+    return StubSubject(spec)
 
 
 def run_pair(case: MoECase, entry: Entry, backend: Backend, subject: Any) -> StubResult:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from cases.case import Entry, Level
 from harness.backends import Backend
 from harness.exits import Misuse
 from harness.pairs import Pair, select
-from harness.suite import gather, order
+from harness.suite import order, resume
 from harness.suite.options import Options, parse_run
 from harness.tests.test_run import pytest_run
 from harness.verdict import Outcome, Verdict
@@ -21,10 +22,12 @@ from reports.records import Record, Recorder, Start, Status, merge, read, read_w
 
 FUSED = [pair for pair in select(Level.SMOKE) if pair.entry is Entry.FUSED_EXPERTS]
 PASSED = Verdict(outcome=Outcome.PASS, claim="inside the bound", margin=0.25)
+FAKE = {"subject": "fake", "torch": "2.14.0"}
+H200 = {"subject": "vllm 0.33.0 (cuda)", "vllm": "0.33.0", "gpus": "NVIDIA H200, NVIDIA H200"}
 
 
-def _start(pair: Pair, worker: str) -> Start:
-    return Start(case=pair.case.id, entry=pair.entry, backend="triton", fields={}, environment={}, worker=worker)
+def _start(pair: Pair, worker: str, environment: dict[str, str] = FAKE) -> Start:
+    return Start(case=pair.case.id, entry=pair.entry, backend="triton", fields={}, environment=environment, worker=worker)
 
 
 @pytest.fixture
@@ -44,12 +47,29 @@ def ended(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _options(directory: Path, backend: Backend = Backend.TRITON) -> Options:
-    return cast("Options", SimpleNamespace(resume=directory, backend=backend))
+def _options(directory: Path | None, backend: Backend = Backend.TRITON, subject: str = "fake", architecture: str = "") -> Options:
+    return Options(
+        backend=backend,
+        level=Level.SMOKE,
+        cases=(),
+        entry=None,
+        subject=subject,
+        records=Path("out"),
+        architecture=architecture,
+        resume=directory,
+        whole=True,
+    )
+
+
+def _recorded(run: Path, environment: dict[str, str], verdict: Verdict = PASSED) -> Path:
+    recorder = Recorder(run, "gw0")
+    recorder.finished(Record.of(_start(FUSED[0], "gw0", environment), verdict=verdict, status=Status.CLEAN))
+    recorder.close()
+    return run
 
 
 def test_what_was_finished_is_known_and_what_was_not_is_taken_out(ended: Path) -> None:
-    assert gather.recorded(_options(ended)) == {FUSED[0].id, FUSED[1].id, FUSED[3].id}
+    assert resume.recorded(_options(ended)) == {FUSED[0].id, FUSED[1].id, FUSED[3].id}
     assert [read_worker(worker_file(ended, worker)).died_at for worker in ("gw0", "gw1")] == [None, None]
     again = Recorder(ended, "gw1")  # appends behind what is whole
     again.finished(Record.of(_start(FUSED[4], "gw1"), verdict=PASSED, status=Status.CLEAN))
@@ -59,10 +79,102 @@ def test_what_was_finished_is_known_and_what_was_not_is_taken_out(ended: Path) -
 
 def test_a_run_of_another_backend_or_none_at_all_is_misuse(ended: Path, tmp_path: Path) -> None:
     with pytest.raises(Misuse, match="was on backend 'triton', not 'marlin': say --backend triton"):
-        gather.recorded(_options(ended, Backend.MARLIN))
+        resume.recorded(_options(ended, Backend.MARLIN))
     with pytest.raises(Misuse, match="holds no records of a run; --resume takes a directory that a run made"):
         parse_run(str(tmp_path / "none"))
-    assert gather.recorded(cast("Options", SimpleNamespace(resume=None))) == frozenset()
+    assert resume.recorded(_options(None)) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("environment", "subject", "architecture", "differs"),
+    [
+        (FAKE, "vllm", "", "subject 'fake', not 'vllm (cuda)' and vLLM 'none', not '0.33.0' and GPU 'none', not 'NVIDIA H200':"),
+        (H200, "fake", "", r"subject 'vllm (cuda)', not 'fake':"),
+        ({"subject": "fake with W_SCALE_SKIPPED"}, "fake", "", "subject 'fake:W_SCALE_SKIPPED', not 'fake':"),
+        (H200 | {"vllm": "0.32.1", "subject": "vllm 0.32.1 (cuda)"}, "vllm", "", "vLLM '0.32.1', not '0.33.0':"),
+        (H200 | {"gpus": "NVIDIA B200"}, "vllm", "", "GPU 'NVIDIA B200', not 'NVIDIA H200':"),
+        (H200 | {"architecture": "sm90"}, "vllm", "", "--architecture 'sm90', not 'none':"),
+        (H200 | {"architecture": "sm90", "subject": "vllm 0.33.0 (interpreter)"}, "vllm", "sm100", "--architecture 'sm90', not 'sm100':"),
+        ({}, "fake", "", "subject 'none', not 'fake':"),
+    ],
+)
+def test_records_of_something_else_are_not_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], subject: str, architecture: str, differs: str
+) -> None:
+    monkeypatch.setattr(resume, "version", lambda package: "0.33.0")
+    monkeypatch.setattr(resume, "gpu_names", lambda: ("NVIDIA H200",))
+    with pytest.raises(Misuse, match=re.escape(f"was of {differs} run without --resume, or name a run like this one")):
+        resume.recorded(_options(_recorded(tmp_path, environment), subject=subject, architecture=architecture))
+
+
+@pytest.mark.parametrize(
+    ("environment", "subject", "architecture"),
+    [
+        (H200, "vllm", ""),
+        (H200 | {"architecture": "sm100", "subject": "vllm 0.33.0 (interpreter)", "gpus": ""}, "vllm", "sm100"),
+        ({"subject": "fake with W_SCALE_SKIPPED"}, "fake:W_SCALE_SKIPPED", ""),
+    ],
+)
+def test_records_of_the_same_are_continued_whatever_the_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], subject: str, architecture: str
+) -> None:
+    monkeypatch.setattr(resume, "version", lambda package: "0.33.0")
+    monkeypatch.setattr(resume, "gpu_names", lambda: ("NVIDIA H200",))
+    monkeypatch.setattr(resume, "commit", lambda: "now")
+    options = _options(_recorded(tmp_path, environment | {"commit": "then"}), subject=subject, architecture=architecture)
+    assert resume.recorded(options) == {FUSED[0].id}
+    assert "records of harness commit then, and this is now; `python -m harness.rejudge " in resume.other_commits(options)
+    monkeypatch.setattr(resume, "commit", lambda: "then")
+    assert resume.other_commits(options) == ""
+
+
+@pytest.mark.parametrize("foreign", [b"a log\nof something\n", b"\x00\xff\x7fELF", b'{"a": 1}\n{"b": 2}', b'{"opened": 3}\n{"sta', b"[1"])
+def test_a_file_that_no_worker_wrote_stays_as_it_is_and_so_do_the_others(ended: Path, foreign: bytes) -> None:
+    worker_file(ended, "zz").write_bytes(foreign)
+    before = {path: path.read_bytes() for path in ended.iterdir()}
+    with pytest.raises(Misuse, match=r"worker-zz.jsonl:\d: not a record.*, so the run is not continued: take that file away"):
+        resume.recorded(_options(ended))
+    assert {path: path.read_bytes() for path in ended.iterdir()} == before
+
+
+def test_a_refusal_cuts_nothing(ended: Path) -> None:
+    before = {path: path.read_bytes() for path in ended.iterdir()}
+    for options in (_options(ended, Backend.MARLIN), _options(ended, subject="fake:W_SCALE_SKIPPED")):
+        with pytest.raises(Misuse):
+            resume.recorded(options)
+    assert {path: path.read_bytes() for path in ended.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("outcome", "signature", "again"),
+    [
+        (Outcome.RUN_ERROR, "OUT_OF_MEMORY@run", True),
+        (Outcome.RUN_ERROR, "CUDA_CONTEXT_LOST@load", True),
+        (Outcome.UNAVAILABLE, "", True),
+        (Outcome.RUN_ERROR, "RuntimeError: other", False),
+    ],
+)
+def test_what_failed_for_want_of_a_device_is_asked_again_and_the_answer_stands(
+    tmp_path: Path, outcome: Outcome, signature: str, again: bool
+) -> None:
+    failed = Verdict(outcome=outcome, claim="it runs", signature=signature)
+    _recorded(tmp_path, FAKE, failed)
+    assert (resume.recorded(_options(tmp_path)) == frozenset()) is again
+    assert [record.verdict for record in merge(tmp_path)] == [failed]
+    _recorded(tmp_path, FAKE, failed)  # asked, and no better
+    assert [record.verdict for record in merge(tmp_path)] == [failed] * (1 if again else 2)
+    _recorded(tmp_path, FAKE)
+    assert resume.recorded(_options(tmp_path)) == {FUSED[0].id}
+    if again:
+        assert [record.verdict for record in merge(tmp_path)] == [PASSED]
+
+
+def test_the_run_ends_with_2_and_a_sentence_where_it_is_not_continued(tmp_path: Path) -> None:
+    run = _recorded(tmp_path / "run", {"subject": "fake with W_SCALE_SKIPPED"})
+    case = [f"--case={FUSED[1].case.id}", f"--resume={run}", f"--backend={Backend.TRITON}"]
+    ended = pytest_run(tmp_path, *case, "-n1")
+    assert (ended.code, "was of subject 'fake:W_SCALE_SKIPPED', not 'fake'" in ended.errors + ended.text) == (2, True)
+    assert "Traceback" not in ended.errors + ended.text
 
 
 def test_a_run_goes_on_in_its_directory_and_says_what_all_of_it_found(tmp_path: Path) -> None:
