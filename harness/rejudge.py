@@ -6,27 +6,35 @@ writes the records as they stand now to the new directory INTO, prints what chan
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 
+from cases.axes import InvalidCase
 from cases.batch import make_batch
 from cases.case import Entry, MoECase
 from cases.checkpoint import make_checkpoint
 from harness import judge, ledger
-from harness.backends import Backend
+from harness.backends import SPECS, Backend, UnknownBackend
 from harness.compare import compare
+from harness.exits import Exit, Misuse
 from harness.expected import expected
-from harness.ledger import Ledger
+from harness.ledger import Ledger, LedgerError
 from harness.pairs import Pair
 from harness.recipes import recipe
 from harness.suite import outputs
+from harness.suite.subjects import VLLM
 from harness.suite.worker import judged_by
 from harness.verdict import Outcome, Verdict
-from reports.records import Record, Recorder, Status, read_worker, worker_files
+from reports.records import KINDS, Record, Recorder, RecordsUnreadable, RecordsUnwritable, Status, read_worker, settled, worker_files
+
+_OF_THE_OUTPUT = (Outcome.MISMATCH, Outcome.PASS)  # every other verdict is of what was seen besides
+_STANDS = "the verdict stands as it was recorded"
 
 
 def verdict_of(pair: Pair, backend: Backend, output: torch.Tensor) -> Verdict:
@@ -38,12 +46,22 @@ def verdict_of(pair: Pair, backend: Backend, output: torch.Tensor) -> Verdict:
 
 
 def again(record: Record, run: Path, known: Ledger) -> Record:
-    """The record as it stands today. A verdict changes only where an output was kept, and never that two runs differed."""
-    pair, backend, verdict = Pair(MoECase.from_id(record.case), Entry(record.entry)), Backend.parse(record.backend), record.verdict
-    once = not record.relation and verdict.outcome is not Outcome.NONDETERMINISTIC
-    if once and (file := outputs.file_of(run, record.pair)).exists():
-        verdict = verdict_of(pair, backend, torch.load(file)["outputs"][record.pair])
-    judged = judged_by(known, verdict, record, here=record.environment.get("vllm", ""), pair=pair, backend=backend)
+    """The record as it stands today. A verdict changes only where it is about an output that was kept. Raises Misuse."""
+    verdict, backend = record.verdict, Backend.parse(record.backend)
+    pair = Pair(MoECase.from_id(record.case), Entry(record.entry))
+    if record.kind == KINDS[0] and not record.relation and verdict.outcome in _OF_THE_OUTPUT:
+        output = _kept(record, run)
+        if output is not None and _is_about(verdict, output):
+            verdict = verdict_of(pair, backend, output)
+    judged = judged_by(
+        known if record.environment.get("subject", VLLM).startswith(VLLM) else Ledger(issues=()),
+        verdict,
+        record,
+        here=record.environment.get("vllm", ""),
+        pair=pair,
+        backend=backend,
+        loads_only=SPECS[backend].needs_gpu and "architecture" in record.environment,
+    )
     return replace(
         record,
         verdict=verdict,
@@ -54,25 +72,73 @@ def again(record: Record, run: Path, known: Ledger) -> Record:
     )
 
 
+def _kept(record: Record, run: Path) -> torch.Tensor | None:
+    """The output of the record's pair, [M, H]; None where none was kept. Raises Misuse."""
+    file = outputs.file_of(run, record.pair)
+    if not file.exists():
+        return None
+    try:
+        kept = torch.load(file)["outputs"][record.pair]
+    except (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, pickle.UnpicklingError) as error:
+        raise Misuse(f"{file} does not hold the output of {record.pair} ({type(error).__name__}); without that file {_STANDS}") from None
+    if not isinstance(kept, torch.Tensor):
+        raise Misuse(f"{file} holds no tensor for {record.pair}; without that file {_STANDS}")
+    return kept
+
+
+def _is_about(verdict: Verdict, output: torch.Tensor) -> bool:
+    """Whether the worst element is the output's own: where runs may differ, the verdict is of the farther one, and the first is kept."""
+    if not verdict.worst:
+        return True
+    row, column = cast("list[int]", verdict.worst["index"])
+    told = torch.tensor(verdict.worst["actual"], dtype=torch.float64)
+    inside = output.dim() == 2 and row < output.shape[0] and column < output.shape[1]
+    return inside and torch.allclose(output[row, column].double(), told, rtol=0, atol=0, equal_nan=True)
+
+
 def main(arguments: Sequence[str]) -> int:
-    """0: nothing is new any more; 1: something is; 2: not two directories, or the second exists."""
+    """0: nothing is new any more; 1: something is; 2: not two directories, the second exists or cannot be made, a file cannot be read."""
     if len(arguments) != 2 or not worker_files(run := Path(arguments[0])) or (into := Path(arguments[1])).exists():
         sys.stderr.write("rejudge: name the directory of a run, and one that does not exist yet\n")
-        return 2
+        return Exit.MISUSE
+    try:
+        return int(_rejudge(run, into) > 0)
+    except (Misuse, LedgerError, RecordsUnreadable, RecordsUnwritable, InvalidCase, UnknownBackend) as error:
+        sys.stderr.write(f"rejudge: {error}\n")
+    except OSError as error:
+        sys.stderr.write(f"rejudge: {error.filename} cannot be read or written ({error.strerror}); name another directory\n")
+    return Exit.MISUSE
+
+
+def _rejudge(run: Path, into: Path) -> int:
+    """How many are still new."""
     known, new = ledger.load(ledger.LEDGER), 0
-    for path in worker_files(run):
+    told = {path: read_worker(path).records for path in worker_files(run)}
+    stand = {id(record) for record in settled([record for records in told.values() for record in records])}
+    into.mkdir(parents=True)
+    try:
+        now = {path: [again(record, run, known) for record in records if id(record) in stand] for path, records in told.items()}
+    finally:
+        into.rmdir()  # made only to see that it can be
+    for path, records in now.items():
         recorder = Recorder(into, path.stem.removeprefix("worker-"))
-        for record in read_worker(path).records:
-            recorder.finished(now := again(record, run, known))
-            new += now.status is Status.NEW
-            was, stands = (f"{each.verdict.outcome} {each.status} {each.ledger}".strip() for each in (record, now))
-            if was != stands:
-                sys.stdout.write(f"{record.pair}: {was} -> {stands}\n")
-            elif now.status is Status.NEW:
-                sys.stdout.write(f"{record.pair}: still {stands} {now.verdict.signature}\n")
+        for record in records:
+            recorder.finished(record)
+            new += record.status is Status.NEW
         recorder.close()
+    for path, records in told.items():
+        for before, after in zip((record for record in records if id(record) in stand), now[path], strict=True):
+            _tell(before, after)
     sys.stdout.write(f"{new} still new\n")
-    return int(new > 0)
+    return new
+
+
+def _tell(before: Record, now: Record) -> None:
+    was, stands = (f"{each.verdict.outcome} {each.status} {each.ledger}".strip() for each in (before, now))
+    if was != stands:
+        sys.stdout.write(f"{now.pair}: {was} -> {stands}\n")
+    elif now.status is Status.NEW:
+        sys.stdout.write(f"{now.pair}: still {stands} {now.verdict.signature}\n")
 
 
 if __name__ == "__main__":

@@ -66,10 +66,70 @@ def test_an_output_that_is_honest_today_is_clean_and_another_is_still_new(run: P
     assert said.endswith("2 still new\n")
 
 
-def test_that_two_runs_differed_is_not_judged_again(run: Path) -> None:
-    differed = replace(_record(CASE), verdict=replace(NEW, outcome=Outcome.NONDETERMINISTIC))
-    assert rejudge.again(differed, run, ledger.Ledger(issues=())).verdict == differed.verdict
+@pytest.mark.parametrize(
+    ("outcome", "signature"),
+    [
+        (Outcome.NONDETERMINISTIC, "NONDETERMINISTIC"),
+        (Outcome.RUN_ERROR, "WRONG_CLASS:OtherExperts"),
+        (Outcome.RUN_ERROR, "NOT_REFUSED"),
+        (Outcome.RUN_ERROR, "RuntimeError: in the second run"),
+        (Outcome.LOAD_ERROR, "KeyError: 'w1'"),
+    ],
+)
+def test_a_verdict_on_more_than_the_output_is_not_judged_again(run: Path, outcome: Outcome, signature: str) -> None:
+    told = replace(_record(CASE), verdict=replace(NEW, outcome=outcome, signature=signature))
+    now = rejudge.again(told, run, ledger.Ledger(issues=()))
+    assert (now.verdict, now.status) == (told.verdict, Status.NEW)
     assert rejudge.again(_record(CASE), run, ledger.Ledger(issues=())).verdict.outcome is Outcome.PASS
+
+
+def test_a_mismatch_of_another_run_than_the_one_kept_stands(run: Path) -> None:
+    kept = torch.load(outputs.file_of(run, _record(CASE).pair))["outputs"][_record(CASE).pair]
+    for actual, outcome in ((float(kept[1, 2]), Outcome.PASS), (float(kept[1, 2]) + 1.0, Outcome.MISMATCH)):
+        told = replace(_record(CASE), verdict=replace(NEW, worst={"index": [1, 2], "actual": actual}))
+        assert rejudge.again(told, run, ledger.Ledger(issues=())).verdict.outcome is outcome
+
+
+def test_what_was_only_loaded_is_judged_as_loading_and_a_fake_by_no_ledger(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    def judged_by(known: ledger.Ledger, *_: object, loads_only: bool, **__: object) -> ledger.Judged:
+        seen.append((loads_only, bool(known.issues)))
+        return ledger.Judged(standing=ledger.Standing.CLEAN)
+
+    monkeypatch.setattr(rejudge, "judged_by", judged_by)
+    known = ledger.load(ledger.LEDGER)
+    for environment in (
+        {"subject": "vllm 0.33.0 (cuda)"},
+        {"subject": "vllm 0.33.0 (interpreter)", "architecture": "sm90"},
+        {"subject": "fake"},
+    ):
+        rejudge.again(replace(_record(CASE, "repeated_runs", "device check"), environment=environment), run, known)
+    assert seen == [(False, True), (True, True), (False, False)]
+
+
+@pytest.mark.parametrize("broken", ["truncated", "empty", "no pair", "no output", "no tensor"])
+def test_an_output_that_cannot_be_read_is_one_sentence_and_2(run: Path, capsys: pytest.CaptureFixture[str], broken: str) -> None:
+    file, pair = outputs.file_of(run, _record(CASE).pair), _record(CASE).pair
+    if broken in ("truncated", "empty"):
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2 if broken == "truncated" else 0])
+    else:
+        torch.save({"no pair": {"outputs": {}}, "no output": [1], "no tensor": {"outputs": {pair: 3}}}[broken], file)
+    assert rejudge.main([str(run), str(run.parent / "again")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"rejudge: {file} ")
+    assert not (run.parent / "again").exists()
+    assert said.endswith("without that file the verdict stands as it was recorded\n")
+
+
+def test_a_place_that_cannot_be_written_and_records_that_cannot_be_read_are_one_sentence_and_2(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert rejudge.main([str(run), str(Path(__file__) / "into")]) == 2
+    assert "test_rejudge.py/into cannot be read or written (Not a directory); name another directory\n" in capsys.readouterr().err
+    (run / "worker-zz.jsonl").write_text("a log\n")
+    assert rejudge.main([str(run), str(run.parent / "again")]) == 2
+    assert "worker-zz.jsonl:1: not a record" in capsys.readouterr().err
 
 
 def test_the_ledger_of_today_speaks_for_what_has_no_output(run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
