@@ -62,7 +62,8 @@ def parser() -> Parser:
     command.add_argument("--entry", help=_of(Entry))
     command.add_argument("--count", action="store_true", help="only how many")
     command.add_argument("--relations", action="store_true", help="the exact relations (relation:case[entry]) instead of the pairs")
-    command.add_argument("--backend", help="whose relations; default: the one this machine can run")
+    command.add_argument("--checks", action="store_true", help="the checks of loading (question:case[entry]) instead of the pairs")
+    command.add_argument("--backend", help="whose relations or checks; default: the one this machine can run")
     command.set_defaults(handler=listing.main)
 
     command = commands.add_parser("show", help="all there is to know of one case", description=show.__doc__)

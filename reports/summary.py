@@ -15,6 +15,7 @@ from harness.verdict import UNREASONED, Outcome
 from reports.records import KINDS, Record, Status
 
 _SHOWN = 20  # news shown in full; the rest are in the records
+_REASONS = 8  # of declared refusals, the most frequent
 
 
 def by_outcome(records: Iterable[Record]) -> dict[str, Counter[Status]]:
@@ -68,13 +69,22 @@ def render(
     out = io.StringIO()
     console = Console(file=out, width=width, force_terminal=color, color_system="standard" if color else None, highlight=False)
     console.print(_outcomes(records))
-    for line in (*_faults(records), *_refused(records), *_news(records, stale, unfinished), *_where(records, where, left_out)):
+    for line in (
+        *_faults(records),
+        *_refused(records),
+        *_declined(records),
+        *_news(records, stale, unfinished),
+        *_where(records, where, left_out),
+    ):
         console.print(line, soft_wrap=True)  # ids and paths stay in one piece
     return out.getvalue().rstrip()
 
 
 def _outcomes(records: Sequence[Record]) -> Table:
-    table = Table(title=f"{counted(records)} on {', '.join(sorted({record.backend for record in records}))}", title_justify="left")
+    lanes = ", ".join(sorted({record.backend for record in records}))
+    loaded = sorted({str(record.ran["architecture"]) for record in records if "architecture" in record.ran})
+    only = f", as {', '.join(loaded)}: loaded and converted, nothing ran" if loaded else ""
+    table = Table(title=f"{counted(records)} on {lanes}{only}", title_justify="left")
     table.add_column("outcome")
     kinds = [kind for kind in KINDS if any(record.kind == kind for record in records)]
     for heading in (*(f"{kind}s" for kind in kinds), "as expected", "known upstream", "new"):
@@ -104,6 +114,19 @@ def _refused(records: Sequence[Record]) -> list[Text]:
     for claim, those in found.items():
         says = Counter(record.verdict.detail.strip().partition("\n")[0] for record in those)
         lines.append(Text(f"  {claim.partition(': ')[2]}: {counted(those)} · {says.most_common(1)[0][0]}"))
+    return lines
+
+
+def _declined(records: Sequence[Record]) -> list[Text]:
+    found: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        if record.verdict.outcome is Outcome.UNSUPPORTED and record.verdict.signature != UNREASONED:
+            found[record.verdict.claim.partition(": ")[2] or record.verdict.claim].append(record)
+    lines = [Text("Refused by design, as declared", "bold")] if found else []
+    often = sorted(found.items(), key=lambda each: -len(each[1]))
+    lines += [Text(f"  {reason}: {counted(those)}") for reason, those in often[:_REASONS]]
+    if len(often) > _REASONS:
+        lines.append(Text(f"  and {len(often) - _REASONS} reasons more in the records"))
     return lines
 
 

@@ -1,4 +1,4 @@
-"""Print the (case, entry) pairs of a level, or its exact relations, one a line, in the order they are collected."""
+"""Print the (case, entry) pairs of a level, its exact relations or its loading checks, one a line, in the order they are collected."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from argparse import Namespace
 
 from harness.commands.output import say
 from harness.exits import Exit, Misuse
+from harness.loading import questions
 from harness.pairs import parse_entry, parse_level, relate, select
 from harness.suite.options import parse_backend
+
+_NAMES = "leave words out; ids name codes and scales: e2m1-group16 is NVFP4, e2m1-group32 MXFP4, e4m3fn-group32 MXFP8, gptoss gpt-oss"
 
 
 def main(arguments: Namespace) -> int:
@@ -19,13 +22,17 @@ def main(arguments: Namespace) -> int:
         related = [each for each in relate(level, (), entry, backend) if all(word in each.id for word in arguments.words)]
         found, count = [each.id for each in related], f"{len(related)} exact relations of {len({each.pair for each in related})} pairs"
         what = f"exact relation of level {level} on {backend}"
+    elif arguments.checks:
+        backend = parse_backend(arguments.backend)
+        found = [each.id for each in questions(level, backend) if all(word in each.id for word in arguments.words)]
+        count, what = f"{len(found)} loading checks", f"loading check of level {level} on {backend}"
     else:
         pairs = [pair for pair in select(level, (), entry) if all(word in pair.id for word in arguments.words)]
         found, count = [pair.id for pair in pairs], f"{len(pairs)} pairs of {len({pair.case for pair in pairs})} cases"
         what = f"pair of level {level}"
     if not found:
-        hint = "" if arguments.relations else "; lattice cases are listed with --relations"
+        hint = "" if arguments.relations else "; lattice cases are listed with --relations, checks of loading with --checks"
         words = " and ".join(f"'{word}'" for word in arguments.words)
-        raise Misuse(f"no {what}{f' has {words} in its id' if words else ''}; leave words or --entry out to see more{hint}")
+        raise Misuse(f"no {what}{f' has {words} in its id' if words else ''}; {_NAMES}{hint}")
     say(count if arguments.count else "\n".join(found))
     return Exit.AS_THE_LEDGER_SAYS

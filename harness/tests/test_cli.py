@@ -134,7 +134,7 @@ def test_doctor_says_what_is_installed_and_why_a_backend_cannot_run(
         (["run", "--subject", "fake:RUST"], "unknown fault 'RUST'; the faults are ZERO_OUTPUT"),
         (["run", FIRST.case.id, "--subject", "fake:BIAS_DROPPED"], "applies to none of these pairs: there is no bias; name other cases"),
         (["list", "zzzz", "[layer]"], "no pair of level smoke has 'zzzz' and '[layer]' in its id"),
-        (["list", "--relations", "--backend", "marlin"], "no exact relation of level smoke on marlin; leave"),
+        (["list", "--relations", "--backend", "marlin"], "no exact relation of level smoke on marlin; leave words out"),
         (["show", "a" * 400], f"'{'a' * 120}… (400 characters)' is not a case"),
         (["run", "int8"], "'int8' is not a case: id 'int8' has 1 of at least 8 parts"),
         (["show", FIRST.case.id.replace("-e", "-x", 1)], "is not a case"),

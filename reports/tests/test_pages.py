@@ -53,6 +53,23 @@ def test_refusals_without_a_reason_are_listed() -> None:
         assert "Refused upstream" not in html.render([other])
 
 
+def test_declared_refusals_are_told_with_their_reasons() -> None:
+    def refused(reason: object) -> Record:
+        verdict = Verdict(outcome=Outcome.UNSUPPORTED, claim=f"refused by design: reason {reason}")
+        return dataclasses.replace(RECORDS[0], verdict=verdict)
+
+    text = summary.render([*map(refused, range(10)), refused(9)], where=".", width=200)
+    assert "Refused by design, as declared\n  reason 9: 2 pairs\n  reason 0: 1 pair\n" in text
+    assert "  and 2 reasons more in the records\n" in text
+    assert "Refused by design" not in summary.render(RECORDS[:1], where=".")
+
+
+def test_layers_of_which_nothing_ran_are_told_apart() -> None:
+    only = dataclasses.replace(RECORDS[0], ran={"architecture": "sm90"})
+    assert "as sm90: loaded and converted, nothing ran" in " ".join(summary.render([only], where=".", width=200).split())
+    assert "nothing ran" not in summary.render(RECORDS[:1], where=".", width=200)
+
+
 def test_the_summary_of_a_clean_run_says_so() -> None:
     assert "Nothing new" in summary.render(RECORDS[:3], where=".")
 
