@@ -54,6 +54,15 @@ def test_an_entry_may_have_several_patterns(tmp_path: Path) -> None:
     assert standing(ledger, Outcome.PASS, case="int8-x") is Standing.CLEAN
 
 
+def test_an_entry_may_have_several_signatures(tmp_path: Path) -> None:
+    ledger = load(written(tmp_path, ENTRY.replace('"W_SCALE_*"', '["A@all", "B"]')))
+    assert standing(ledger, Outcome.MISMATCH, "A@all") is Standing.KNOWN
+    assert standing(ledger, Outcome.MISMATCH, "B") is Standing.KNOWN
+    assert standing(ledger, Outcome.MISMATCH, "A@all+B") is Standing.FAILS_DIFFERENTLY
+    said = ledger.judge(Verdict(outcome=Outcome.MISMATCH, claim="c", signature="C"), "int8-x", Entry.LAYER, Backend.INTERPRETER, "0.33.0")
+    assert "expects MISMATCH A@all or B, but it ended MISMATCH C" in said.sentence
+
+
 def test_versions_bound_an_entry(tmp_path: Path) -> None:
     ledger = load(written(tmp_path, ENTRY))
     assert standing(ledger, Outcome.PASS, version="0.34.0") is Standing.CLEAN
@@ -89,6 +98,7 @@ def test_an_entry_that_matches_nothing_is_named(tmp_path: Path) -> None:
         (ENTRY.replace('link = "x"', 'link = ""'), 2, "'link' must be a non-empty string"),
         (ENTRY.replace('"int8-*"', "[]"), 2, "'cases' must be a pattern or a list of patterns"),
         (ENTRY.replace('"int8-*"', '["int8-*", 3]'), 2, "'cases' must be a pattern or a list of patterns"),
+        (ENTRY.replace('"W_SCALE_*"', "[]"), 2, "'signature' must be a pattern or a list of patterns"),
         (ENTRY.replace('link = "x"', "link = x"), 10, "not TOML"),
         (ENTRY + ENTRY, 2, "id 'a' is used twice"),
         ('title = "x"\n' + ENTRY, 1, "only [[issue]] tables belong here"),
@@ -133,6 +143,11 @@ def test_a_missing_file_is_one_sentence(tmp_path: Path) -> None:
 def test_brackets_in_ids_are_literal() -> None:
     assert matches("a[b]", "a[b]")
     assert not matches("ab", "a[b]")
+
+
+def test_no_entry_of_ours_takes_any_failure() -> None:
+    wide = [issue.id for issue in load().issues if any(pattern.startswith(("*", "?")) for pattern in issue.signature)]
+    assert wide == []
 
 
 def test_every_entry_of_ours_matches_a_pair_of_its_level() -> None:
