@@ -136,6 +136,7 @@ def main(backend: Backend) -> int:
     title = f"lane {backend}: vLLM {here.get('vllm')}, {here['gpus'] or here['cpu']}, {here['cores']} cores"
     table = Table("measured", "value", title=title, title_justify="left")
     table.columns[1].justify = "right"
+    sys.stderr.write(f"{title}; several minutes, the smoke level of the lane among them\n")
     for name, value in measured(backend, gpus):
         sys.stderr.write(f"{name}: {value}\n")
         table.add_row(name, value)

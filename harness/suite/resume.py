@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING
 
 from harness.backends import SPECS
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from harness.suite.options import Options
 
 _WHOLE = (b'{"finished": ', b'{"opened": ')  # what a worker has nothing in progress after
+_OF_CASES = re.compile(r"-cases-\d+$")  # as gather.directory names it
 _EVENTS = (*_WHOLE, b'{"started": ', b'{"stage": ')
 
 
@@ -26,11 +28,14 @@ def recorded(options: Options) -> frozenset[str]:
     What it began and did not finish is taken out of its files, once all of them are known to be of such a run.
 
     Raises:
-        Misuse: a file is not a worker's, or the records are of another subject, vLLM, lane or GPU; then nothing is changed.
+        Misuse: the run was of named cases and this one is not, a file is not a worker's, or the records are of another subject, vLLM,
+            lane or GPU; then nothing is changed.
         RecordsUnwritable: a file cannot be cut.
     """
     if options.resume is None:
         return frozenset()
+    if _OF_CASES.search(options.resume.name) and not options.cases:
+        raise Misuse(f"{options.resume.name} is a run of named cases: name them again with --resume, or run without it")
     files = worker_files(options.resume)
     whole = {path: _whole(path) for path in files}
     found = _records(options.resume)

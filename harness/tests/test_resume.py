@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -135,6 +136,13 @@ def test_a_file_that_no_worker_wrote_stays_as_it_is_and_so_do_the_others(ended: 
     with pytest.raises(Misuse, match=r"worker-zz.jsonl:\d: not a record.*, so the run is not continued: take that file away"):
         resume.recorded(_options(ended))
     assert {path: path.read_bytes() for path in ended.iterdir()} == before
+
+
+def test_a_run_of_named_cases_does_not_become_one_of_a_level(ended: Path) -> None:
+    cases = ended.rename(ended.with_name("20261130-120000-triton-cases-77"))
+    with pytest.raises(Misuse, match="a run of named cases: name them again"):
+        resume.recorded(_options(cases))
+    assert resume.recorded(replace(_options(cases), cases=(FUSED[0].case.id,)))
 
 
 def test_a_refusal_cuts_nothing(ended: Path) -> None:
