@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 
-from harness.verdict import Outcome, Verdict
+from harness.verdict import LOST, OUT_OF_MEMORY, Outcome, Verdict
 
-LOST = "CUDA_CONTEXT_LOST"  # sticky: every later call of the process fails too
-OUT_OF_MEMORY = "OUT_OF_MEMORY"
 _MEMORY = re.compile(
     r"OutOfMemoryError|out of memory|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE
 )

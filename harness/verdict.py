@@ -20,6 +20,8 @@ class Outcome(StrEnum):
 
 
 NOT_FINITE = "NOT_FINITE"  # signature where no output is a number: nothing is left by which one fault could be told from another
+OUT_OF_MEMORY = "OUT_OF_MEMORY"  # signature, with "@" and the stage, where device memory ran out
+LOST = "CUDA_CONTEXT_LOST"  # likewise; sticky: every later call of the process fails too
 UNREASONED = "UNREASONED"  # signature of UNSUPPORTED where an assertion, or an error of the code below, stands for vLLM's reason
 
 

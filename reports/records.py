@@ -15,8 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from harness import device_loss
-from harness.verdict import FaultFit, Outcome, Verdict
+from harness.verdict import LOST, OUT_OF_MEMORY, FaultFit, Outcome, Verdict
 
 MERGED = "records.jsonl"
 KINDS = ("pair", "exact relation", "loading check", "device check")  # of records: a pair itself, or what else is asked of one
@@ -266,7 +265,7 @@ def gathered(directory: Path, crashed: Collection[str] | None = None) -> list[Re
 
 def to_ask_again(record: Record) -> bool:
     """Whether the device or the machine was why it ended so: a run that is continued asks again."""
-    lost = record.verdict.signature.startswith((f"{device_loss.OUT_OF_MEMORY}@", f"{device_loss.LOST}@"))
+    lost = record.verdict.signature.startswith((f"{OUT_OF_MEMORY}@", f"{LOST}@"))
     return lost or record.verdict.outcome is Outcome.UNAVAILABLE
 
 

@@ -21,7 +21,7 @@ from harness.relations import Relation
 from harness.subject import HasModes, OnDevice, TakesViews
 from harness.subject.loading import Loads
 from harness.suite import outputs, subjects
-from harness.verdict import Outcome
+from harness.verdict import LOST, Outcome
 from reports.records import Record, Recorder, RecordsUnwritable, Start, Status, broke
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class Worker:
         self._recorder.finished(record)
         if record.status is Status.NEW and relation is None and self._subject.output is not None:
             outputs.keep(self._directory, record, self._subject.output)
-        if verdict.signature.startswith(device_loss.LOST):
+        if verdict.signature.startswith(LOST):
             self._lost(record.pair)
         return record
 
