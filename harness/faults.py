@@ -21,7 +21,7 @@ from cases.checkpoint import make_checkpoint
 from cases.roles import zero_expert
 from references.moe import Routing
 from references.routing import route
-from references.vocabulary import ActQuant, Format, Layout, Recipe, Rounding
+from references.vocabulary import ActQuant, CheckpointFormat, Format, Layout, Recipe, Rounding
 
 SMALLEST_GAIN = 0.008  # a factor nearer to 1 than this is not asked of any case
 TILE = 32  # columns of the tails that are dropped
@@ -59,6 +59,7 @@ class Fault(Enum):
     W13_CHANNEL_ROLLED = "an output channel of w13 takes the scale of the channel before it"
     W2_CHANNEL_ROLLED = "an output channel of w2 takes the scale of the channel before it"
     ZERO_POINTS_IGNORED = "the middle of the code range stands for every zero point"
+    ZERO_POINTS_AS_STORED = "zero points of symmetric GPTQ codes of four bits are subtracted as stored: 7, and 8 is meant"
     NIBBLES_SWAPPED = "the two four-bit codes of each byte are exchanged"
     GATE_UP_SWAPPED = "gate and up (w1 and w3) are exchanged"
     GATE_SCALE_FOR_UP = "the up half is scaled by the gate half's scales"
@@ -115,6 +116,10 @@ def _grid(case: MoECase, projection: str) -> tuple[int, int]:
         return rows, columns // case.weight_scale.width
     halves = 2 if projection == "w13" and case.activation.gated else 1
     return halves * -(-rows // 128), -(-columns // 128)
+
+
+def _symmetric_gptq(case: MoECase) -> bool:
+    return case.checkpoint is CheckpointFormat.GPTQ and case.weight is Format.INT4
 
 
 def _block(case: MoECase) -> bool:
@@ -244,6 +249,7 @@ _RULES: dict[Fault, tuple[Rule, ...]] = {
     Fault.W13_CHANNEL_ROLLED: (_ROWS,),
     Fault.W2_CHANNEL_ROLLED: (_ROWS,),
     Fault.ZERO_POINTS_IGNORED: (_needs(lambda case: case.weight.has_zero_point, "codes have no zero points"),),
+    Fault.ZERO_POINTS_AS_STORED: (_needs(_symmetric_gptq, "no GPTQ checkpoint of symmetric four-bit codes"),),
     Fault.NIBBLES_SWAPPED: (_needs(lambda case: case.weight in (Format.INT4, Format.UINT4, Format.E2M1), "codes have 8 bits or more"),),
     Fault.GATE_UP_SWAPPED: (_GATED,),
     Fault.GATE_SCALE_FOR_UP: (_GATED, _QUANTIZED, _HALVES),

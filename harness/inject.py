@@ -12,12 +12,13 @@ import torch
 
 from harness.faults import TILE, Fault
 from harness.inject_marlin import read_as_16_bits, unpermuted
-from references.formats import decode, limits
+from harness.inject_zero_points import less_the_middle, less_the_stored
+from references.formats import decode
 from references.loading import LoadedExpert, Matrix
 from references.moe import Expert, Projection, Routing
 from references.quantize import quantize_activations
 from references.routing import route
-from references.scales import GROUP, over_columns
+from references.scales import GROUP
 from references.vocabulary import Activation, Layout, Recipe, Rounding, Swiglu, W13Merge
 
 
@@ -117,12 +118,7 @@ def _nibbles_swapped(inputs: Inputs, e: int, matrix: Matrix) -> Matrix:
 
 
 def _middle_zero_points(inputs: Inputs, e: int, matrix: Matrix) -> Matrix:
-    """Codes less the middle of their range; zero points are subtracted in ``matrix``."""
-    expert = inputs.experts[e]
-    parts = [expert.down] if matrix is inputs.loaded[e].w2 else [part for part in (expert.gate, expert.up) if part is not None]
-    points = torch.cat([decode(part.zero_point, part.format) for part in parts if part.zero_point is not None])
-    middle = (limits(parts[0].format).max + 1.0) / 2.0
-    return _recoded(matrix, matrix.codes + over_columns(points, matrix.width, matrix.codes.shape[1]) - middle)
+    return _recoded(matrix, less_the_middle(matrix, inputs.experts[e], down=matrix is inputs.loaded[e].w2))
 
 
 def _halves(inputs: Inputs) -> int:
@@ -252,6 +248,9 @@ _PER_EXPERT: dict[Fault, PerExpert] = {
     Fault.W13_CHANNEL_ROLLED: _w13(_scaled(lambda scale: scale.roll(1, 0))),
     Fault.W2_CHANNEL_ROLLED: _w2(_scaled(lambda scale: scale.roll(1, 0))),
     Fault.ZERO_POINTS_IGNORED: _both(_w13(_middle_zero_points), _w2(_middle_zero_points)),
+    Fault.ZERO_POINTS_AS_STORED: _both(
+        _w13(lambda inputs, e, m: _recoded(m, less_the_stored(m.codes))), _w2(lambda inputs, e, m: _recoded(m, less_the_stored(m.codes)))
+    ),
     Fault.NIBBLES_SWAPPED: _both(_w13(_nibbles_swapped), _w2(_nibbles_swapped)),
     Fault.GATE_UP_SWAPPED: _w13(_swapped),
     Fault.GATE_SCALE_FOR_UP: _w13(_one_scale(lambda gate, up: gate)),

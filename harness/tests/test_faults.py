@@ -29,6 +29,7 @@ BLOCK = MoECase.from_id("e4m3fn-block128-dyngroup128-quark-silu-bf16-e4k2m8h384i
 TENSOR = MoECase.from_id("e4m3fn-tensor-static-quark-silu-fp32-e4k2m8h128i64-balanced")
 MARLIN = MoECase.from_id("e4m3fn-tensor-static-quark-silu-bf16-e4k2m8h128i64-balanced-bias")
 ZERO_POINTS = MoECase.from_id("uint4-group128-none-ct-silu-bf16-e4k2m8h128i128-balanced")
+SYMMETRIC = MoECase.from_id("int4-group32-none-gptq-silu-bf16-e5k3m3h192i96-balanced")
 NIBBLES = MoECase.from_id("e2m1-group16-dyngroup16-ct-silu-bf16-e4k2m8h128i64-balanced")
 LIMITED = MoECase.from_id("bf16-none-none-plain-situ-bf16-e4k2m8h128i64-balanced-norenorm-tight")
 TOKEN = MoECase.from_id("int8-channel-dyntoken-quark-silu-fp32-e4k1m8h128i64-balanced")
@@ -187,7 +188,7 @@ def test_every_fault_that_applies_can_be_evaluated_and_moves_the_reference(fault
     here = [(case, inputs_of(case)) for case in (CHANNEL, BLOCK, TENSOR, TOKEN, replace(CHANNEL, bias=True, renormalize=False))]
     on_input = replace(MARLIN, top_k=1, renormalize=False, router_weight_on_input=True)
     there = [(case, inputs_of(case, Entry.LAYER, Backend.MARLIN)) for case in (MARLIN, on_input)]
-    of_layers = [(case, inputs_of(case, Entry.LAYER)) for case in (ZERO_POINTS, NIBBLES, LIMITED)]
+    of_layers = [(case, inputs_of(case, Entry.LAYER)) for case in (ZERO_POINTS, SYMMETRIC, NIBBLES, LIMITED)]
     for case, inputs in (*here, *there, *of_layers):
         if applicable(fault, case, inputs.recipe):
             assert not torch.equal(contributions(fault, inputs, evaluate).sum(1), evaluate(inputs).sum(1))
