@@ -22,7 +22,7 @@ _NONE, _TOKEN = ActScale.NONE, ActScale.DYNAMIC_TOKEN
 GROUPS = (Layout.GROUP16, Layout.GROUP32, Layout.GROUP64, Layout.GROUP128)
 INTEGER_GROUPS = (Layout.GROUP32, Layout.GROUP64, Layout.GROUP128)
 INTEGERS = (Format.INT4, Format.UINT4, Format.INT8, Format.UINT8)
-_W4A8_MULTIPLE = 256  # compressed_tensors_moe_w4a8_fp8.py: CUTLASS reorders tiles of 256
+W4A8_MULTIPLE = 256  # compressed_tensors_moe_w4a8_fp8.py: CUTLASS reorders tiles of 256
 
 SCHEMES: dict[tuple[Format, Layout, ActScale], frozenset[CheckpointFormat]] = {
     **{(Format.INT4, group, _NONE): frozenset({_CT, _GPTQ}) for group in INTEGER_GROUPS},
@@ -94,7 +94,7 @@ def _hidden_dtype(case: MoECase) -> Iterator[str]:
 def sizes(case: MoECase) -> Iterator[str]:
     """Whole groups, whole words, whole tiles."""
     width = case.weight_scale.width
-    multiple = _W4A8_MULTIPLE if case.act_scale is _TOKEN else width or 8
+    multiple = W4A8_MULTIPLE if case.act_scale is _TOKEN else width or 8
     for name, size in (("H", case.hidden), ("I", case.intermediate)):
         if size % multiple:
             yield f"{case.weight} {case.weight_scale} needs {name} % {multiple} == 0, got {size}"
@@ -102,7 +102,7 @@ def sizes(case: MoECase) -> Iterator[str]:
 
 def rounded(case_width: Layout, act_scale: ActScale, size: int) -> int:
     """``size`` rounded up to what ``sizes`` asks."""
-    multiple = _W4A8_MULTIPLE if case_width is Layout.GROUP128 and act_scale is _TOKEN else case_width.width or 8
+    multiple = W4A8_MULTIPLE if case_width is Layout.GROUP128 and act_scale is _TOKEN else case_width.width or 8
     return -(-size // multiple) * multiple
 
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cases.axes import InvalidCase, Routing
+from cases.axes import Routing
 from cases.batch import Batch, make_batch
 from cases.checkpoint import Checkpoint, make_checkpoint
+from cases.packed import W4A8_MULTIPLE, is_packed
 from harness import judge, repeatable
 from harness.backends import Backend
 from harness.compare import Bits, bits, compare
@@ -164,10 +165,9 @@ def swapped_operands(place: Place) -> Iterator[Broken]:
 
 def _other_sizes(place: Place) -> Iterator[Place]:
     for tokens, hidden, intermediate in _SWAPPED_SIZES:
-        try:
-            case = replace(place.case, tokens=tokens, hidden=hidden, intermediate=intermediate, routing=Routing.BALANCED)
-        except InvalidCase:  # words of some formats want larger multiples
+        if is_packed(place.case) and (hidden % W4A8_MULTIPLE or intermediate % W4A8_MULTIPLE):
             continue
+        case = replace(place.case, tokens=tokens, hidden=hidden, intermediate=intermediate, routing=Routing.BALANCED)
         yield replace(place, case=case, checkpoint=make_checkpoint(case), batch=make_batch(case))
 
 

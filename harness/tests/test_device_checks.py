@@ -83,6 +83,12 @@ def test_operands_are_swapped_at_other_sizes_too() -> None:
     assert "M16 H256 I384: 1 elements differ" in broken[4]
 
 
+def test_sizes_of_packed_layers_are_whole_tiles() -> None:
+    case = MoECase.from_id("int4-group128-dyntoken-ct-gelu_tanh-bf16-e4k1m17h256i256-balanced-norenorm-onin")
+    made = run_check(DeviceCheck.SWAPPED_OPERANDS, Pair(case, Entry.LAYER), Backend.CUTLASS, FakeDevice(backend=Backend.CUTLASS))
+    assert made.verdict.detail == "operands swapped at 3 of 3 sizes"
+
+
 def test_a_bit_that_the_reference_allows_is_noted_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_asked.Place, "honest", lambda self, output: True)
     told = ask(DeviceCheck.SWAPPED_OPERANDS, FakeDevice(Planted.SWAPPED_ROWS))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
 import inspect
 import linecache
 import types
@@ -37,10 +38,10 @@ def fill() -> bool:
 
     if not has_triton_kernels():
         return False
-    try:
-        matmul, specialize = (importlib.import_module(f"triton_kernels.{name}") for name in ("matmul_ogs", "specialize"))
-    except ImportError:  # the package's later form
+    names = [f"triton_kernels.{name}" for name in ("matmul_ogs", "specialize")]
+    if not all(map(importlib.util.find_spec, names)):  # the package's later form
         return False
+    matmul, specialize = map(importlib.import_module, names)
     specialize.specialize = matmul.specialize = _specialize(specialize.specialize)
     matmul.matmul_ogs = _told(matmul.matmul_ogs)
     _find_a_driver()
