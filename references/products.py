@@ -167,7 +167,8 @@ def scaled(x: Interval, a_scale: Interval | None, w_scale: torch.Tensor | None) 
     """An accumulator times the activation scale [R, 1] times the weight scale [R, N], in either order, each product rounded to fp32."""
     if a_scale is not None and w_scale is not None:
         x = _by_scale(x, a_scale)
-        inexact = (~is_power_of_two(a_scale.low)).to(torch.float64) * (~is_power_of_two(w_scale)).to(torch.float64) * U32
+        a_exact = is_power_of_two(a_scale.low) & (a_scale.low == a_scale.high)  # an interval holds other numbers than its ends
+        inexact = (~a_exact).to(torch.float64) * (~is_power_of_two(w_scale)).to(torch.float64) * U32
         x = widen(x, inexact * x.low.abs(), inexact * x.high.abs())
         x = Interval(x.low * w_scale, x.high * w_scale)
     elif a_scale is not None:

@@ -191,6 +191,19 @@ def test_powers_of_two_scale_exactly() -> None:
     assert torch.equal(interval.high, acc * 0.5)
 
 
+def test_a_scale_that_may_be_more_than_a_power_of_two_rounds_the_product():
+    """Either order: (acc * w) * a is rounded twice, and only a scale known to be a power of two makes one of the roundings exact."""
+    acc, w = torch.tensor([[8388607.0]], dtype=torch.float64), torch.tensor([1.0 + 2.0**-22], dtype=torch.float64)
+    a = Interval(torch.tensor([[0.25]], dtype=torch.float64), torch.tensor([[0.25 + 2.0**-26]], dtype=torch.float64))
+    known = scaled(exactly(acc), exactly(a.low), w)
+    unknown = scaled(exactly(acc), a, w)
+    assert unknown.low.item() < known.low.item()
+    for scale in a.low, a.high:
+        either = (acc.float() * w.float()) * scale.float(), (acc.float() * scale.float()) * w.float()
+        assert all(unknown.low.item() <= each.item() <= unknown.high.item() for each in either)
+
+
+
 @given(SEEDS, st.sampled_from([Format.BF16, Format.FP16, Format.FP32]))
 def test_a_store_holds_the_rounded_value_of_everything_inside(seed: int, fmt: Format) -> None:
     g = generator(seed)
