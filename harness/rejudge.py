@@ -1,7 +1,8 @@
 """Judge a run again with the references, bounds and ledger of today: no GPU and no vLLM are needed.
 
-``python -m harness.rejudge RUN INTO`` reads the records of a run and the outputs that were kept of what was new in it (suite/outputs.py),
-writes the records as they stand now to the new directory INTO, prints what changed, and ends 1 when something is still new.
+``python -m harness.rejudge RUN INTO`` reads the records of a run and the outputs that were kept of what was new or wrong in it
+(suite/outputs.py), writes the records as they stand now to the new directory INTO, prints what changed, and ends 1 when something is still
+new.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a pair gave that is new, kept beside the records: it can be judged again where there is no GPU (harness/rejudge.py)."""
+"""What a pair gave that is new or wrong, kept beside the records: it can be judged again where there is no GPU (harness/rejudge.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from reports.records import Record
 
 LARGEST = 4 * 2**20  # bytes of an output
-MOST = 500  # files of a run
+MOST = 2000  # files of a run; a nightly lane has some 300 known mismatches
 
 
 def directory(run: Path) -> Path:
@@ -23,6 +23,11 @@ def directory(run: Path) -> Path:
 def file_of(run: Path, pair: str) -> Path:
     """One a pair."""
     return directory(run) / f"{hashlib.sha256(pair.encode()).hexdigest()[:16]}.pt"
+
+
+def wanted(record: Record) -> bool:
+    """Whether a verdict may change with the bounds or the ledger: a pair that is new, or a mismatch that the ledger knows."""
+    return record.kind == "pair" and (record.status == "new" or record.verdict.outcome == "MISMATCH")
 
 
 def keep(run: Path, record: Record, output: torch.Tensor) -> None:

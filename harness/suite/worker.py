@@ -157,7 +157,7 @@ class Worker:
             peak_rss_bytes=peak_rss_bytes(),
         )
         self._recorder.finished(record)
-        if record.status is Status.NEW and relation is None and self._subject.output is not None:
+        if outputs.wanted(record) and self._subject.output is not None:
             outputs.keep(self._directory, record, self._subject.output)
         if verdict.signature.startswith(LOST):
             self._lost(record.pair)

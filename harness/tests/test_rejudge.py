@@ -155,3 +155,12 @@ def test_large_outputs_and_very_many_are_not_kept(run: Path, monkeypatch: pytest
     monkeypatch.setattr(outputs, "MOST", 2)
     outputs.keep(run, record, torch.zeros(4))
     assert not outputs.file_of(run, record.pair).exists()
+
+
+def test_kept_is_what_is_new_or_a_known_mismatch() -> None:
+    new = _record(CASE)
+    assert outputs.wanted(new)
+    known = replace(new, status=Status.KNOWN)
+    assert outputs.wanted(replace(known, verdict=replace(NEW, outcome=Outcome.MISMATCH)))
+    assert not outputs.wanted(replace(known, verdict=replace(NEW, outcome=Outcome.RUN_ERROR)))
+    assert not outputs.wanted(replace(_record(CASE, "repeated_runs", "device check"), verdict=replace(NEW, outcome=Outcome.MISMATCH)))
