@@ -203,7 +203,6 @@ def test_a_scale_that_may_be_more_than_a_power_of_two_rounds_the_product():
         assert all(unknown.low.item() <= each.item() <= unknown.high.item() for each in either)
 
 
-
 @given(SEEDS, st.sampled_from([Format.BF16, Format.FP16, Format.FP32]))
 def test_a_store_holds_the_rounded_value_of_everything_inside(seed: int, fmt: Format) -> None:
     g = generator(seed)
