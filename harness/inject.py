@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from harness.faults import TILE, Fault
+from harness.inject_gains import channel_gain, expert_gain
 from harness.inject_marlin import read_as_16_bits, unpermuted
 from harness.inject_zero_points import less_the_middle, less_the_stored
 from references.formats import decode
@@ -48,37 +49,21 @@ def contributions(fault: Fault | None, inputs: Inputs, evaluate: Evaluate) -> to
 def with_all(faults: tuple[Fault, ...], inputs: Inputs, evaluate: Evaluate) -> torch.Tensor:
     """The same for several faults at once."""
     for fault in faults:
-        inputs = _BEFORE[fault](inputs) if fault in _BEFORE else inputs
+        inputs = changed(fault, inputs)
     given = evaluate(inputs)
     for fault in faults:
         given = given if fault in _BEFORE else _AFTER[fault](given, inputs.routing)
     return given
 
 
+def changed(fault: Fault, inputs: Inputs) -> Inputs:
+    """``inputs`` with ``fault`` in them; the very same where it changes only what was contributed."""
+    return _BEFORE[fault](inputs) if fault in _BEFORE else inputs
+
+
 def separable(fault: Fault) -> bool:
     """Whether the fault may hold for some experts and not for others: it changes nothing but loaded experts, each for itself."""
     return fault in _PER_EXPERT
-
-
-def target(given: torch.Tensor, routing: Routing) -> tuple[int, int]:
-    """Where a single gain is put: the expert with the largest share of the output, and its channel with the largest share.
-
-    Shares are of each row's energy, so that small tokens count. given: contributions [M, k, H].
-    """
-    energy = given.to(torch.float64).square()
-    share = energy / energy.sum((1, 2), keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
-    per_expert = share.new_zeros(int(routing.topk_ids.max()) + 1, share.shape[2])
-    per_expert.index_add_(0, routing.topk_ids.flatten(), share.flatten(0, 1))
-    expert = int(per_expert.sum(1).argmax())
-    return expert, int(per_expert[expert].argmax())
-
-
-def gained(given: torch.Tensor, routing: Routing, factor: float, expert: int, channel: int | None = None) -> torch.Tensor:
-    """Contributions with one expert's, or one of its output channels, multiplied by ``factor``."""
-    columns = torch.ones(given.shape[2], dtype=torch.bool)
-    if channel is not None:
-        columns = torch.arange(given.shape[2]) == channel
-    return torch.where((routing.topk_ids == expert).unsqueeze(2) & columns, given * factor, given)
 
 
 # ------------------------------------------------------------------------------------------------------- one matrix, its scale
@@ -379,14 +364,6 @@ def _columns_dropped(given: torch.Tensor, routing: Routing) -> torch.Tensor:
     return given * kept
 
 
-def _expert_gain(given: torch.Tensor, routing: Routing) -> torch.Tensor:
-    return gained(given, routing, 1.008, target(given, routing)[0])
-
-
-def _channel_gain(given: torch.Tensor, routing: Routing) -> torch.Tensor:
-    return gained(given, routing, 1.05, *target(given, routing))
-
-
 _AFTER: dict[Fault, Callable[[torch.Tensor, Routing], torch.Tensor]] = {
     Fault.ZERO_OUTPUT: lambda given, routing: torch.zeros_like(given),
     Fault.LAST_EXPERT_DROPPED: _last_expert_dropped,
@@ -394,6 +371,6 @@ _AFTER: dict[Fault, Callable[[torch.Tensor, Routing], torch.Tensor]] = {
     Fault.STALE_ROW: _stale,
     Fault.TAIL_COLUMNS_DROPPED: _columns_dropped,
     Fault.ROUTER_WEIGHT_TWICE: lambda given, routing: given * routing.topk_weights.unsqueeze(2).to(given.dtype),
-    Fault.EXPERT_GAIN_1_008: _expert_gain,
-    Fault.CHANNEL_GAIN_1_05: _channel_gain,
+    Fault.EXPERT_GAIN_1_008: expert_gain,
+    Fault.CHANNEL_GAIN_1_05: channel_gain,
 }

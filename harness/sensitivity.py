@@ -29,7 +29,7 @@ from harness.expected import expected
 from harness.faults import Fault, applicable
 from harness.gains import gains
 from harness.gpus import cores
-from harness.inject import target
+from harness.inject_gains import target
 from harness.preimage import half_gaps
 from harness.recipes import recipe
 from harness.subject.fake import FakeSubject

@@ -14,7 +14,8 @@ from harness import expected
 from harness.backends import Backend
 from harness.faults import Fault, applicable, why_not
 from harness.fit import evaluate
-from harness.inject import Inputs, contributions, gained, target, with_all
+from harness.inject import Inputs, contributions, with_all
+from harness.inject_gains import gained, target
 from harness.inject_marlin import read_as_16_bits, unpermuted
 from harness.message import _fits
 from harness.recipes import recipe

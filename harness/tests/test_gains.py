@@ -11,7 +11,7 @@ from cases.checkpoint import make_checkpoint
 from harness.backends import Backend
 from harness.expected import expected
 from harness.gains import Group, gains, per_expert
-from harness.inject import gained
+from harness.inject_gains import gained
 from harness.recipes import recipe
 from harness.tests.worked import answer, normal
 from references.formats import torch_dtype
