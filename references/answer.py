@@ -14,6 +14,8 @@ from references.vocabulary import Activation, Recipe
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from references.loading import LoadedExpert
+
 # Both evaluations add up in float64, each in its own order: gamma(n) with u = 2**-53 over n = 2**12 terms, more than any K here, at the
 # size of the largest output, since a sum may cancel.
 _FLOAT64_NOISE = 2.0**12 * 2.0**-53
@@ -33,7 +35,13 @@ def answer(experts: Sequence[Expert], hidden_states: torch.Tensor, routing: Rout
         ValueError: when checkpoint and recipe contradict each other (a missing static scale, top-k other than 1 with weights on input).
         ReferenceDisagreesWithItself: expected outside [low, high] by more than float64's own noise.
     """
-    loaded = load(experts, recipe)
+    return answer_of(load(experts, recipe), hidden_states, routing, activation, recipe)
+
+
+def answer_of(
+    loaded: tuple[LoadedExpert, ...], hidden_states: torch.Tensor, routing: Routing, activation: Activation, recipe: Recipe
+) -> Answer:
+    """The same of experts as loading left them. Raises ReferenceDisagreesWithItself."""
     contributions = forward(loaded, hidden_states, routing, activation, recipe)
     expected = contributions.sum(1)
     bounds = enclose(loaded, hidden_states, routing, activation, recipe)

@@ -230,33 +230,36 @@ def enclose(
     x = exactly(hidden_states.to(torch.float64)[order // top_k])
     if recipe.router_weight is RouterWeight.INPUT:
         x = store(times(x, store(flat, recipe.output)), recipe.output)
+    places = (recipe.router_weight, recipe.router_weight_again)
     h13 = _expert_gemms(
         x,
         recipe.a1,
         static_rows([e.a1_scale for e in loaded], owner),
         stacked([e.w13 for e in experts]),
         routed,
-        flat if recipe.router_weight is RouterWeight.GEMM1 else None,
+        flat if RouterWeight.GEMM1 in places else None,
         first_gemm(recipe),
         trace,
         "GEMM 1",
     )
+    if RouterWeight.FIRST_STORED in places:
+        h13 = store(times(h13, store(flat, recipe.output)), recipe.output)
     out = _expert_gemms(
         _activated(h13, activation, recipe, trace),
         recipe.a2,
         static_rows([e.a2_scale for e in loaded], owner),
         stacked([e.w2 for e in experts]),
         routed,
-        flat if recipe.router_weight is RouterWeight.GEMM2 else None,
+        flat if RouterWeight.GEMM2 in places else None,
         recipe,
         trace,
         "GEMM 2",
     )
-    if recipe.router_weight is RouterWeight.STORED:
+    if RouterWeight.STORED in places:
         factors = torch.tensor([e.router_factor for e in loaded], dtype=torch.float64)[owner].unsqueeze(1)
         given = flat if bool((factors == 1.0).all()) else store(Interval(flat.low * factors, flat.high * factors), Format.FP32)
         out = store(times(out, store(given, recipe.output)), recipe.output)
-    if recipe.router_weight is RouterWeight.SUM:
+    if RouterWeight.SUM in places:
         out = store(times(out, flat), Format.FP32)  # the exact product too, where it is fused into the addition
     total = sum_over_slots(out.ends(lambda end: end[routing.rows.back].reshape(tokens, top_k, -1)), recipe.slots_store)
     trace("the sum over k", total)

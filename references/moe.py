@@ -184,15 +184,18 @@ def forward(
     rows = x.repeat_interleave(top_k, 0)
     owner = routing.topk_ids.flatten()
     first = entering(rows, recipe.a1, recipe, static_rows([e.a1_scale for e in loaded], routing.topk_ids), owner)
-    on_first = weights if recipe.router_weight is RouterWeight.GEMM1 else None
+    places = (recipe.router_weight, recipe.router_weight_again)
+    on_first = weights if RouterWeight.GEMM1 in places else None
     h13 = _gemms(first, [e.w13 for e in loaded], routing.rows, on_first, first_gemm(recipe))
+    if RouterWeight.FIRST_STORED in places:
+        h13 = round_to(h13 * round_to(weights, hidden_format), hidden_format)
     intermediate = round_to(_activated(h13, activation, recipe), recipe.activation_store)
     second = entering(intermediate, recipe.a2, recipe, static_rows([e.a2_scale for e in loaded], routing.topk_ids), owner)
-    out = _gemms(second, [e.w2 for e in loaded], routing.rows, weights if recipe.router_weight is RouterWeight.GEMM2 else None, recipe)
-    if recipe.router_weight is RouterWeight.STORED:
+    out = _gemms(second, [e.w2 for e in loaded], routing.rows, weights if RouterWeight.GEMM2 in places else None, recipe)
+    if RouterWeight.STORED in places:
         factors = torch.tensor([e.router_factor for e in loaded], dtype=torch.float64)[owner].unsqueeze(1)
         out = round_to(out * round_to(weights * factors, hidden_format), hidden_format)
-    if recipe.router_weight is RouterWeight.SUM:
+    if RouterWeight.SUM in places:
         out = out * weights
     return out.reshape(tokens, top_k, -1)
 

@@ -178,6 +178,7 @@ class RouterWeight(StrEnum):
 
     GEMM2 = "gemm2"  # fp32 accumulator of GEMM 2, before its rounding
     GEMM1 = "gemm1"  # fp32 accumulator of GEMM 1, before its rounding (router weight on input, legacy entry)
+    FIRST_STORED = "first_stored"  # GEMM 1's stored result times the weight rounded to the same dtype, product rounded to it
     INPUT = "input"  # hidden states times the weight rounded to the hidden dtype, product rounded to it (modular path)
     STORED = "stored"  # GEMM 2's stored result times the weight rounded to the same dtype, product rounded to it
     SUM = "sum"  # GEMM 2's stored result times the fp32 weight, inside the fp32 sum over k
@@ -235,6 +236,7 @@ class Recipe:
     swiglu: Swiglu | None = None  # limits, slopes and offsets of the activation
     gate_store: Format | None = None  # act(g) is rounded to this before it multiplies u; None: act(g)*u rounds once
     router_weight: RouterWeight = RouterWeight.GEMM2
+    router_weight_again: RouterWeight | None = None  # a faulty layer's: after the input, once more there
     router_weight_exact: bool = False  # the fp32 router weights are given (direct entry), not computed by vLLM's router
     w13_merge: W13Merge = W13Merge.AS_STORED
     static_scale_max: bool = True  # per-expert static input scales collapse to their maximum

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from references.answer import answer
+from references.formats import round_to, torch_dtype
 from references.loading import load
 from references.moe import Expert, Projection, Routing, forward
 from references.routing import route
@@ -91,10 +93,40 @@ def test_the_router_weight_enters_where_the_recipe_says(placement: RouterWeight)
     routing = Routing(topk_ids=torch.tensor([[0]]), topk_weights=torch.tensor([[0.5]], dtype=torch.float64))
     expert = Expert(gate=None, up=eye(1.0), down=eye(1.0))
     got = answer((expert,), torch.tensor([[4.0, -4.0]]), routing, Activation.RELU2_NO_MUL, recipe(None, placement=placement))
-    squared = placement in (RouterWeight.GEMM1, RouterWeight.INPUT)
+    squared = placement in (RouterWeight.GEMM1, RouterWeight.FIRST_STORED, RouterWeight.INPUT)
     assert got.expected.tolist() == [[4.0 if squared else 8.0, 0.0]]
     assert torch.equal(got.low, got.expected)
     assert torch.equal(got.high, got.expected)
+
+
+@pytest.mark.parametrize("place", [place for place in RouterWeight if place is not RouterWeight.INPUT])
+@pytest.mark.parametrize("hidden", [Format.FP32, Format.BF16, Format.FP16])
+def test_a_router_weight_that_enters_twice(place: RouterWeight, hidden: Format) -> None:
+    """Two tokens of one expert that is the identity, by torch's own casts."""
+    dtype = torch_dtype(hidden)
+    one = torch.tensor([[1.0]], dtype=dtype)
+    identity = Projection(codes=one, format=hidden, layout=Layout.NONE)
+    weights = torch.tensor([[0.7], [0.3]])
+    routing = Routing(topk_ids=torch.zeros(2, 1, dtype=torch.int64), topk_weights=weights.double(), exact=True)
+    x = torch.tensor([[1.37], [-2.9]]).to(dtype)
+    how = replace(recipe(None, hidden, RouterWeight.INPUT), router_weight_again=place)
+    got = answer((Expert(gate=None, up=identity, down=identity),), x, routing, Activation.RELU2_NO_MUL, how)
+    row = x * weights.to(dtype)
+    if place is RouterWeight.GEMM1:
+        row = (row.float() * weights).to(dtype)
+    if place is RouterWeight.FIRST_STORED:
+        row = row * weights.to(dtype)
+    row = row.float().relu().square().to(dtype)
+    if place in (RouterWeight.GEMM2, RouterWeight.SUM):
+        row = (row.float() * weights).to(dtype)
+    if place is RouterWeight.STORED:
+        row = row * weights.to(dtype)
+    low, high = (round_to(end, hidden) for end in (got.low, got.high))
+    assert ((low <= row.double()) & (row.double() <= high)).all()
+    once = answer(
+        (Expert(gate=None, up=identity, down=identity),), x, routing, Activation.RELU2_NO_MUL, replace(how, router_weight_again=None)
+    )
+    assert (round_to(once.low, hidden)[0] > row[0].double()).all()
 
 
 def test_router_weights_on_the_input_need_top_1() -> None:
