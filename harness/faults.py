@@ -18,7 +18,11 @@ from cases.axes import Origin
 from cases.batch import make_batch
 from cases.case import MoECase
 from cases.checkpoint import make_checkpoint
+from cases.packed import INTEGERS, is_packed, scale_format
 from cases.roles import zero_expert
+from harness.expected import experts
+from harness.inject_humming import lost
+from references.loading import load
 from references.moe import Routing
 from references.routing import route
 from references.vocabulary import ActQuant, CheckpointFormat, Format, Layout, Recipe, Rounding
@@ -58,6 +62,8 @@ class Fault(Enum):
     BLOCK_OFF_BY_ONE = "a block of columns takes the weight scale of the block before it"
     W13_CHANNEL_ROLLED = "an output channel of w13 takes the scale of the channel before it"
     W2_CHANNEL_ROLLED = "an output channel of w2 takes the scale of the channel before it"
+    W13_SCALES_IN_ORDER_OF_CHANNELS = "group scales of w13 lie as Marlin lays out those of whole channels, and are read as groups'"
+    SMALL_SCALES_FLUSHED = "E8M0 weight scales below 2^-14, the smallest normal number of fp16, are zero"
     ZERO_POINTS_IGNORED = "the middle of the code range stands for every zero point"
     ZERO_POINTS_AS_STORED = "zero points of symmetric GPTQ codes of four bits are subtracted as stored: 7, and 8 is meant"
     NIBBLES_SWAPPED = "the two four-bit codes of each byte are exchanged"
@@ -180,6 +186,25 @@ def _marlin(case: MoECase, recipe: Recipe) -> str | None:
     return None if recipe.name == "marlin" else "only Marlin's kernels have an order of their own"
 
 
+def _one_group_of_w2_and_more_of_w13(case: MoECase) -> bool:
+    width = case.weight_scale.width
+    return is_packed(case) and case.weight in INTEGERS and width is not None and case.intermediate <= width < case.hidden
+
+
+def _flushed(case: MoECase, recipe: Recipe) -> str | None:
+    if (
+        not recipe.name.startswith("humming")
+        or case.dtype is not Format.FP16
+        or not is_packed(case)
+        or scale_format(case) is not Format.E8M0
+    ):
+        return "only Humming keeps E8M0 scales in fp16's exponents, for fp16 layers"
+    loaded = load(experts(case, make_checkpoint(case)), recipe)
+    used = [loaded[e] for e in _routing(case).topk_ids.unique().tolist()]
+    gone = lost([matrix for expert in used for matrix in (expert.w13, expert.w2)])
+    return None if gone >= SMALLEST_GAIN else "scales below 2^-14 are less than 0.8 % of every row of weights in use"
+
+
 def _last_slot_matters(case: MoECase) -> bool:
     return case.bias or bool(_live(case)[:, -1].any())
 
@@ -248,6 +273,11 @@ _RULES: dict[Fault, tuple[Rule, ...]] = {
     ),
     Fault.W13_CHANNEL_ROLLED: (_ROWS,),
     Fault.W2_CHANNEL_ROLLED: (_ROWS,),
+    Fault.W13_SCALES_IN_ORDER_OF_CHANNELS: (
+        _marlin,
+        _needs(_one_group_of_w2_and_more_of_w13, "not WNA16 with one group of w2's columns and several of w13's"),
+    ),
+    Fault.SMALL_SCALES_FLUSHED: (_flushed,),
     Fault.ZERO_POINTS_IGNORED: (_needs(lambda case: case.weight.has_zero_point, "codes have no zero points"),),
     Fault.ZERO_POINTS_AS_STORED: (_needs(_symmetric_gptq, "no GPTQ checkpoint of symmetric four-bit codes"),),
     Fault.NIBBLES_SWAPPED: (_needs(lambda case: case.weight in (Format.INT4, Format.UINT4, Format.E2M1), "codes have 8 bits or more"),),

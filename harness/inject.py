@@ -12,7 +12,8 @@ import torch
 
 from harness.faults import TILE, Fault
 from harness.inject_gains import channel_gain, expert_gain
-from harness.inject_marlin import read_as_16_bits, unpermuted
+from harness.inject_humming import as_e5m0
+from harness.inject_marlin import in_order_of_channels, read_as_16_bits, unpermuted
 from harness.inject_zero_points import less_the_middle, less_the_stored
 from references.formats import decode
 from references.loading import LoadedExpert, Matrix
@@ -194,6 +195,10 @@ def _in_marlins_order(matrix: Matrix, bias: torch.Tensor | None, halves: int) ->
     return matrix if bias is None else replace(matrix, bias=unpermuted(bias, halves))
 
 
+def _in_order_of_channels(inputs: Inputs, e: int, matrix: Matrix) -> Matrix:
+    return _rescaled(matrix, torch.cat([in_order_of_channels(half) for half in _scale(matrix).chunk(_halves(inputs))]))
+
+
 def _read_as_16_bits(name: str) -> Callable[[Inputs, int, Matrix], Matrix]:
     def change(inputs: Inputs, e: int, matrix: Matrix) -> Matrix:
         stored = [bias for bias in (getattr(expert, name).bias for expert in inputs.loaded) if bias is not None]
@@ -232,6 +237,7 @@ _PER_EXPERT: dict[Fault, PerExpert] = {
     Fault.BLOCK_OFF_BY_ONE: _both(_w13(_scaled(lambda s: s.roll(1, 1))), _w2(_scaled(lambda s: s.roll(1, 1)))),
     Fault.W13_CHANNEL_ROLLED: _w13(_scaled(lambda scale: scale.roll(1, 0))),
     Fault.W2_CHANNEL_ROLLED: _w2(_scaled(lambda scale: scale.roll(1, 0))),
+    Fault.W13_SCALES_IN_ORDER_OF_CHANNELS: _w13(_in_order_of_channels),
     Fault.ZERO_POINTS_IGNORED: _both(_w13(_middle_zero_points), _w2(_middle_zero_points)),
     Fault.ZERO_POINTS_AS_STORED: _both(
         _w13(lambda inputs, e, m: _recoded(m, less_the_stored(m.codes))), _w2(lambda inputs, e, m: _recoded(m, less_the_stored(m.codes)))
@@ -327,6 +333,7 @@ def _weighted_again(inputs: Inputs) -> Inputs:
 
 _BEFORE: dict[Fault, Callable[[Inputs], Inputs]] = {
     **{fault: _each(change) for fault, change in _PER_EXPERT.items()},
+    Fault.SMALL_SCALES_FLUSHED: _each(_both(_w13(_scaled(as_e5m0)), _w2(_scaled(as_e5m0)))),  # of all experts or of none
     Fault.A1_SCALE_NOT_APPLIED: _a1_scale(-1),
     Fault.A1_SCALE_APPLIED_TWICE: _a1_scale(1),
     Fault.A_SCALE_OF_TOKEN_ZERO: _token_zero,

@@ -10,17 +10,20 @@ import torch
 from cases.batch import make_batch
 from cases.case import Entry, MoECase
 from cases.checkpoint import make_checkpoint
-from harness import expected
+from harness import expected, judge
 from harness.backends import Backend
+from harness.compare import compare
 from harness.faults import Fault, applicable, why_not
 from harness.fit import evaluate
 from harness.inject import Inputs, contributions, with_all
 from harness.inject_gains import gained, target
-from harness.inject_marlin import read_as_16_bits, unpermuted
+from harness.inject_humming import as_e5m0
+from harness.inject_marlin import in_order_of_channels, read_as_16_bits, unpermuted
 from harness.message import _fits
 from harness.recipes import recipe
 from harness.subject.fake import FakeSubject
-from harness.verdict import FaultFit
+from harness.verdict import FaultFit, Outcome
+from references.formats import torch_dtype
 from references.loading import load
 from references.moe import Routing
 from references.vocabulary import Format
@@ -29,6 +32,8 @@ CHANNEL = MoECase.from_id("int8-channel-static-quark-silu-fp32-e4k2m8h128i64-bal
 BLOCK = MoECase.from_id("e4m3fn-block128-dyngroup128-quark-silu-bf16-e4k2m8h384i256-balanced")
 TENSOR = MoECase.from_id("e4m3fn-tensor-static-quark-silu-fp32-e4k2m8h128i64-balanced")
 MARLIN = MoECase.from_id("e4m3fn-tensor-static-quark-silu-bf16-e4k2m8h128i64-balanced-bias")
+MARLIN_GROUPS = MoECase.from_id("int4-group128-none-ct-silu-bf16-e5k3m3h256i128-balanced")
+HUMMING = MoECase.from_id("e4m3fn-group32-dyngroup32-online-silu-fp16-e4k2m8h128i64-skewed-bias")
 ZERO_POINTS = MoECase.from_id("uint4-group128-none-ct-silu-bf16-e4k2m8h128i128-balanced")
 SYMMETRIC = MoECase.from_id("int4-group32-none-gptq-silu-bf16-e5k3m3h192i96-balanced")
 NIBBLES = MoECase.from_id("e2m1-group16-dyngroup16-ct-silu-bf16-e4k2m8h128i64-balanced")
@@ -163,6 +168,52 @@ def test_a_bias_that_is_not_permuted_arrives_where_marlin_looks_for_another() ->
     assert int((gate == 0).sum()) == int((up == 0).sum()) > 0
 
 
+def test_group_scales_in_the_order_of_channel_scales_arrive_where_marlin_looks_for_others() -> None:
+    rows = torch.arange(128.0).unsqueeze(1) + torch.tensor([[0.0, 1000.0]])
+    got = in_order_of_channels(rows)
+    places = [got[i + 8 * j, 0].item() for i in range(2) for j in range(8)]  # get_scale_perms: channels of the first 16 places of groups
+    assert places == [0, 1, 8, 9, 16, 17, 24, 25, 2, 3, 10, 11, 18, 19, 26, 27]  # what lies there in the order of channels
+    assert torch.equal(got[:, 1], got[:, 0] + 1000)
+    assert sorted(got[:64, 0].tolist()) == list(range(64))
+    assert int((in_order_of_channels(rows[:32] + 1)[:, 0] == 0).sum()) == 16  # padded to a tile: zeros come to channels
+    inputs = inputs_of(MARLIN_GROUPS, Entry.LAYER, Backend.MARLIN)
+    wrong = faulty(Fault.W13_SCALES_IN_ORDER_OF_CHANNELS, inputs)
+    assert torch.equal(scales(wrong, "w2"), scales(inputs, "w2"))
+    assert torch.equal(scales(wrong, "w13")[0, :8, 1], scales(inputs, "w13")[0, [0, 2, 4, 6, 32, 34, 36, 38], 1])
+
+
+def test_small_scales_are_flushed_and_large_ones_stay_at_the_largest() -> None:
+    scales_of = torch.tensor([2.0**-15, 2.0**-14, 1.0, 2.0**15, 2.0**16], dtype=torch.float64)
+    assert as_e5m0(scales_of).tolist() == [0.0, 2.0**-14, 1.0, 2.0**15, 2.0**15]
+    inputs = inputs_of(HUMMING, Entry.LAYER, Backend.HUMMING)
+    wrong = faulty(Fault.SMALL_SCALES_FLUSHED, inputs)
+    for name in ("w13", "w2"):
+        before, after = scales(inputs, name), scales(wrong, name)
+        assert torch.equal(after[after > 0], before[before >= 2.0**-14])
+    assert int((scales(wrong, "w13") == 0).sum()) > 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "case", "lane"),
+    [
+        (Fault.W13_SCALES_IN_ORDER_OF_CHANNELS, MARLIN_GROUPS, Backend.MARLIN),
+        (Fault.SMALL_SCALES_FLUSHED, HUMMING, Backend.HUMMING),
+    ],
+    ids=lambda value: value.id if isinstance(value, MoECase) else value.value if isinstance(value, Backend) else value.name,
+)
+def test_a_fault_of_a_lane_that_the_fake_does_not_play_is_told_and_named(fault: Fault, case: MoECase, lane: Backend) -> None:
+    inputs, checkpoint, batch = inputs_of(case, Entry.LAYER, lane), make_checkpoint(case), make_batch(case)
+    answer = expected.expected(case, inputs.recipe, checkpoint, batch)
+
+    def signature(fault: Fault | None) -> tuple[Outcome, str]:
+        output = contributions(fault, inputs, evaluate).sum(1).to(torch_dtype(answer.output))
+        verdict = judge.judge(case, inputs.recipe, checkpoint, batch, answer, output, compare(answer, output))
+        return verdict.outcome, verdict.signature.partition("@")[0]
+
+    assert signature(None) == (Outcome.PASS, "")
+    assert signature(fault) == (Outcome.MISMATCH, fault.name)
+
+
 def test_float32_biases_read_as_16_bits_come_from_the_wrong_expert_too() -> None:
     biases = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     assert read_as_16_bits(biases, 0, Format.BF16).tolist() == [0.0, 1.0]
@@ -188,7 +239,8 @@ def test_every_fault_that_applies_can_be_evaluated_and_moves_the_reference(fault
     moved = 0
     here = [(case, inputs_of(case)) for case in (CHANNEL, BLOCK, TENSOR, TOKEN, replace(CHANNEL, bias=True, renormalize=False))]
     on_input = replace(MARLIN, top_k=1, renormalize=False, router_weight_on_input=True)
-    there = [(case, inputs_of(case, Entry.LAYER, Backend.MARLIN)) for case in (MARLIN, on_input)]
+    there = [(case, inputs_of(case, Entry.LAYER, Backend.MARLIN)) for case in (MARLIN, on_input, MARLIN_GROUPS)]
+    there.append((HUMMING, inputs_of(HUMMING, Entry.LAYER, Backend.HUMMING)))
     of_layers = [(case, inputs_of(case, Entry.LAYER)) for case in (ZERO_POINTS, SYMMETRIC, NIBBLES, LIMITED)]
     for case, inputs in (*here, *there, *of_layers):
         if applicable(fault, case, inputs.recipe):
