@@ -4,35 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import Any, NoReturn
 
 from cases.case import Entry, Level
 from harness.architectures import ARCHITECTURES, VARIABLE
 from harness.backends import Backend
 from harness.bisect.commands import add_subcommands
 from harness.commands import bench, doctor, lanes, listing, matrix, run, show
-from harness.exits import Misuse
+from harness.program import Parser
 from harness.suite.options import ARCHITECTURE_HELP, OUT, RESUME_HELP
-
-
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence instead of printing the usage."""
-
-    _mixed = False
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Arguments of a command may stand before, between and after its options."""
-        if self._mixed or self._subparsers is not None:
-            return super().parse_known_args(args, namespace)
-        self._mixed = True
-        try:
-            return self.parse_known_intermixed_args(args, namespace)
-        finally:
-            self._mixed = False
-
-    def error(self, message: str) -> NoReturn:
-        """Raises Misuse."""
-        raise Misuse(f"{message}; see `{self.prog} --help`")
 
 
 def parser() -> Parser:
