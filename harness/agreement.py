@@ -33,7 +33,7 @@ from harness.expected import expected
 from harness.gpus import visible_gpus, worker_environment
 from harness.pairs import Pair, parse_case, parse_entry, parse_level, select
 from harness.preflight import check
-from harness.program import Parser, ended
+from harness.program import Parser, ended, writing
 from harness.recipes import recipe, written
 from harness.subject import SubjectError
 from harness.suite.options import parse_backend
@@ -128,12 +128,10 @@ def _held(file: Path, backend: Backend) -> Outputs:
 def _save(file: Path, backend: Backend, outputs: Outputs) -> None:
     """Whole or not at all. Raises Misuse."""
     unfinished = file.with_name(f"{file.name}.unfinished")
-    try:
+    with writing(file):
         with unfinished.open("wb") as stream:
             torch.save({"backend": backend.value, "outputs": outputs}, stream)
         unfinished.replace(file)
-    except OSError as error:
-        raise Misuse(f"{file} cannot be written ({error.strerror}); name another file") from None
 
 
 def read(files: Sequence[Path]) -> dict[Backend, Outputs]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 from harness.exits import Exit, Misuse, not_installed
@@ -32,6 +34,15 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raises Misuse."""
         raise Misuse(f"{message}; see `{self.prog} --help`")
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises Misuse for what the system says while ``path``, which the user named, is written."""
+    try:
+        yield
+    except OSError as error:
+        raise Misuse(f"{path} cannot be written ({error.strerror}); name another file") from None
 
 
 def ended(name: str, run: Callable[[], int]) -> int:

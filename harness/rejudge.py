@@ -1,12 +1,14 @@
 """Judge a run again with the references, bounds and ledger of today: no GPU and no vLLM are needed.
 
 ``python -m harness.rejudge RUN INTO`` reads the records of a run and the outputs that were kept of what was new or wrong in it
-(suite/outputs.py), writes the records as they stand now to the new directory INTO, prints what changed, and ends 1 when something is still
-new.
+(suite/outputs.py), writes the records as they stand now to the new directory INTO, and prints what changed.
+
+Exit codes: 0, nothing is new any more; 1, something is; 2, misuse: an argument, or what cannot be read or written.
 """
 
 from __future__ import annotations
 
+import argparse
 import pickle
 import sys
 from collections.abc import Sequence
@@ -16,23 +18,22 @@ from typing import cast
 
 import torch
 
-from cases.axes import InvalidCase
 from cases.batch import make_batch
-from cases.case import Entry, MoECase
 from cases.checkpoint import make_checkpoint
 from harness import judge, ledger
-from harness.backends import SPECS, Backend, UnknownBackend
+from harness.backends import SPECS, Backend
 from harness.compare import compare
-from harness.exits import Exit, Misuse
+from harness.exits import Misuse
 from harness.expected import expected
-from harness.ledger import Ledger, LedgerError
-from harness.pairs import Pair
+from harness.ledger import Ledger
+from harness.pairs import Pair, parse_case, parse_entry
+from harness.program import Parser, ended
 from harness.recipes import recipe
 from harness.suite import outputs
 from harness.suite.subjects import VLLM
 from harness.suite.worker import judged_by
 from harness.verdict import Outcome, Verdict
-from reports.records import KINDS, Record, Recorder, RecordsUnreadable, RecordsUnwritable, Status, read_worker, settled, worker_files
+from reports.records import KINDS, Record, Recorder, Status, read_worker, settled, worker_files
 
 _OF_THE_OUTPUT = (Outcome.MISMATCH, Outcome.PASS)  # every other verdict is of what was seen besides
 _STANDS = "the verdict stands as it was recorded"
@@ -49,7 +50,7 @@ def verdict_of(pair: Pair, backend: Backend, output: torch.Tensor) -> Verdict:
 def again(record: Record, run: Path, known: Ledger) -> Record:
     """The record as it stands today. A verdict changes only where it is about an output that was kept. Raises Misuse."""
     verdict, backend = record.verdict, Backend.parse(record.backend)
-    pair = Pair(MoECase.from_id(record.case), Entry(record.entry))
+    pair = Pair(parse_case(record.case), parse_entry(record.entry))
     if record.kind == KINDS[0] and not record.relation and verdict.outcome in _OF_THE_OUTPUT:
         output = _kept(record, run)
         if output is not None and _is_about(verdict, output):
@@ -98,17 +99,24 @@ def _is_about(verdict: Verdict, output: torch.Tensor) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """0: nothing is new any more; 1: something is; 2: not two directories, the second exists or cannot be made, a file cannot be read."""
-    if len(arguments) != 2 or not worker_files(run := Path(arguments[0])) or (into := Path(arguments[1])).exists():
-        sys.stderr.write("rejudge: name the directory of a run, and one that does not exist yet\n")
-        return Exit.MISUSE
+    """One of the exit codes above."""
+    return ended("rejudge", lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str]) -> int:
+    described = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="python -m harness.rejudge", description=__doc__, formatter_class=described)
+    parser.add_argument("run", metavar="RUN", type=Path, help="the directory of a run")
+    parser.add_argument("into", metavar="INTO", type=Path, help="a directory that does not exist yet")
+    typed = parser.parse_args(arguments)
+    if not worker_files(typed.run):
+        raise Misuse(f"{typed.run} holds no records of a run; name a directory that a run made")
+    if typed.into.exists():
+        raise Misuse(f"{typed.into} exists; name a directory that does not exist yet")
     try:
-        return int(_rejudge(run, into) > 0)
-    except (Misuse, LedgerError, RecordsUnreadable, RecordsUnwritable, InvalidCase, UnknownBackend) as error:
-        sys.stderr.write(f"rejudge: {error}\n")
+        return int(_rejudge(typed.run, typed.into) > 0)
     except OSError as error:
-        sys.stderr.write(f"rejudge: {error.filename} cannot be read or written ({error.strerror}); name another directory\n")
-    return Exit.MISUSE
+        raise Misuse(f"{error.filename} cannot be read or written ({error.strerror}); name another directory") from None
 
 
 def _rejudge(run: Path, into: Path) -> int:

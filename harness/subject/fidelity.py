@@ -2,14 +2,17 @@
 
 ``python -m harness.subject.fidelity [FILE]`` prints what differs, and writes one JSON line per (operator, data) to FILE: elements that
 differ in their bits, the largest difference in steps of the output format, and how many of either side lie outside what the references
-allow the operator. The claim: identical bits; or, for operators that call expf, erff or tanhf, which are not the C library's, both inside
-the interval that references/bounds.py derives from those functions' published errors.
+allow the operator. The claim: identical bits, any NaN for any other; or, for operators that call expf, erff or tanhf, which are not the C
+library's, both inside the interval that references/bounds.py derives from those functions' published errors.
+
+Exit codes: 0, every comparison is as claimed; 1, one is not; 2, misuse, vLLM missing, or a comparison that could not be made; 125, no GPU.
 
 Operators are called in processes of their own: an assertion in a kernel ends a CUDA context, and the next process goes on behind it.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import itertools
@@ -18,13 +21,17 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from harness.exits import Misuse, Unavailable
+from harness.program import Parser, ended, writing
+from harness.subject import SubjectUnavailable
 from harness.subject import fidelity_calls as calls
 from harness.subject.interpreter import compiled_ops
 from references.bounds import Interval, activation_interval, exactly, quantize, router_weights, store, times
@@ -145,12 +152,16 @@ def _inside(allowed: Interval, values: torch.Tensor) -> torch.Tensor:
     return (allowed.low <= values.double()) & (values.double() <= allowed.high)
 
 
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """As integers."""
+    return x.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]).long()
+
+
 def _ordered(x: torch.Tensor) -> torch.Tensor:
-    """Bits as integers in the order of the values (sign-magnitude to two's complement)."""
+    """Integers in the order of the values, by their bits (sign-magnitude to two's complement); both zeros are 0."""
+    bits = _bits(x)
     if not x.is_floating_point():
-        return x.long()
-    view = {1: torch.int8, 2: torch.int16, 4: torch.int32}[x.element_size()]
-    bits = x.contiguous().view(view).long()
+        return bits
     return torch.where(bits < 0, -(bits & ~(-1 << (8 * x.element_size() - 1))), bits)
 
 
@@ -220,9 +231,9 @@ def compared(call: Call, here: tuple[object, ...], there: tuple[object, ...]) ->
         assert isinstance(ours, torch.Tensor)
         assert isinstance(theirs, torch.Tensor)
         theirs = theirs.cpu()
-        gap = (_ordered(ours) - _ordered(theirs)).abs()
-        gap = gap.masked_fill(torch.isnan(ours.float()) & torch.isnan(theirs.float()), 0)
-        wrong = gap > 0
+        neither = torch.isnan(ours.float()) & torch.isnan(theirs.float())
+        gap = (_ordered(ours) - _ordered(theirs)).abs().masked_fill(neither, 0)
+        wrong = (_bits(ours) != _bits(theirs)) & ~neither  # zeros of both signs are no step apart
         elements, differing, steps = elements + gap.numel(), differing + int(wrong.sum()), max(steps, int(gap.max()))
         if allowed is not None:
             wrong &= ~(_inside(allowed[number], ours) & _inside(allowed[number], theirs))
@@ -247,7 +258,7 @@ def child(group: str, part: int, parts: int, start: int) -> None:
 
 
 def _all_of(group: str, part: int, parts: int, found: Callable[[Fidelity], None]) -> None:
-    """Tells each comparison as it is made. Raises RuntimeError when a process ends without the comparison it was at."""
+    """Tells each comparison as it is made. Raises SubjectUnavailable when a process ends without the comparison it was at."""
     start, lost = 0, True
     while lost:
         command = [sys.executable, "-c", _CHILD.format(group, part, parts, start)]
@@ -261,38 +272,67 @@ def _all_of(group: str, part: int, parts: int, found: Callable[[Fidelity], None]
                     found(told)
             if process.wait() and not lost:  # a lost context may also end the interpreter with an error
                 errors.seek(0)
-                raise RuntimeError(f"comparing {group} ended with exit code {process.returncode}: {errors.read().strip()[-500:]}")
+                last = (errors.read().strip().splitlines() or ["it said nothing"])[-1]
+                raise SubjectUnavailable(f"comparing operators of {group} ended with exit code {process.returncode} after {start}: {last}")
 
 
-def measure(found: Callable[[Fidelity], None]) -> None:
-    """Every operator over every data set, of what is installed."""
+def installed() -> list[str]:
+    """The groups of which there are operators here. Raises Unavailable without a GPU, Misuse without vLLM."""
     groups = [group for group, (module, *_) in MODULES.items() if importlib.util.find_spec(module.partition(".")[0]) is not None]
+    if "vllm" not in groups:
+        raise Misuse("vllm is not installed in this environment: install vllm, or run this in an environment that `tox run -e triton` made")
+    if not torch.cuda.is_available():
+        raise Unavailable("the compiled operators need an NVIDIA GPU and torch finds none; run this on a machine that has one")
+    return groups
+
+
+def measure(groups: Sequence[str], found: Callable[[Fidelity], None]) -> None:
+    """Every operator of the groups over every data set. Raises SubjectUnavailable as ``_all_of`` does."""
     jobs = [(group, part, PROCESSES[group]) for group in groups for part in range(PROCESSES[group])]
-    with ThreadPoolExecutor(len(jobs) or 1) as processes:
+    with ThreadPoolExecutor(len(jobs)) as processes:
         for done in [processes.submit(_all_of, *job, found) for job in jobs]:
             done.result()
 
 
-def main() -> int:
-    """Print what differs and write one JSON line per comparison, as it is made, to the file named by the first argument, if any."""
-    results: list[Fidelity] = []
-    with open(sys.argv[1] if len(sys.argv) > 1 else os.devnull, "w", encoding="utf-8") as file:
+def _file(arguments: Sequence[str]) -> Path:
+    """Raises Misuse."""
+    described = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="python -m harness.subject.fidelity", description=__doc__, formatter_class=described)
+    parser.add_argument(
+        "file", metavar="FILE", nargs="?", type=Path, default=os.devnull, help="for one JSON line per comparison; default: none"
+    )
+    return Path(parser.parse_args(arguments).file)
 
-        def found(result: Fidelity) -> None:
-            results.append(result)
+
+def _run(arguments: Sequence[str]) -> int:
+    """Print what differs and write one JSON line per comparison, as it is made."""
+    path, groups, results = _file(arguments), installed(), list[Fidelity]()
+    with writing(path):
+        file = path.open("w", encoding="utf-8")
+
+    def found(result: Fidelity) -> None:
+        results.append(result)
+        with writing(path):
             file.write(json.dumps(asdict(result)) + "\n")
             file.flush()
 
-        measure(found)
+    with file:
+        measure(groups, found)
     for result in results:
         if result.differing or result.error:
             verdict = "allowed" if result.as_declared else "NOT ALLOWED"
             count = f"{result.differing:6d}/{result.elements:<6d} steps {result.steps} outside {result.outside}"
             sys.stdout.write(f"{result.operator:40s} {result.data:32s} {count} {verdict} {result.error}{result.first}\n")
     bad = sum(not r.as_declared for r in results)
-    sys.stdout.write(f"{len(results)} comparisons, {len(results) - bad} as claimed, {bad} not\n")
+    left_out = "".join(f"; {group} is not installed, its operators were not compared" for group in MODULES if group not in groups)
+    sys.stdout.write(f"{len(results)} comparisons, {len(results) - bad} as claimed, {bad} not{left_out}\n")
     return int(bad > 0)
 
 
+def main(arguments: Sequence[str]) -> int:
+    """One of the exit codes above."""
+    return ended("fidelity", lambda: _run(arguments))
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))

@@ -144,8 +144,43 @@ def test_the_ledger_of_today_speaks_for_what_has_no_output(run: Path, monkeypatc
     assert {record.ledger for record in merge(into)} == {"", "since-a", "since-b"}
 
 
-def test_two_directories_and_the_second_not_yet_there(run: Path) -> None:
-    assert rejudge.main([]) == rejudge.main([str(run), str(run)]) == rejudge.main([str(run.parent / "none"), "x"]) == 2
+@pytest.mark.parametrize(
+    ("typed", "sentence"),
+    [
+        ([], "required: RUN, INTO"),
+        (["run"], "required: INTO"),
+        (["run", "into", "more"], "unrecognized arguments: more"),
+        (["run", "run"], "run exists; name a directory that does not exist yet"),
+        (["none", "into"], "none holds no records of a run"),
+    ],
+)
+def test_two_directories_and_the_second_not_yet_there(
+    run: Path, typed: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(run.parent)
+    assert rejudge.main(typed) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("rejudge: ")
+    assert sentence in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("field", ["case", "entry", "backend"])
+def test_a_record_of_what_is_unknown_here_is_one_sentence_and_2(run: Path, field: str, capsys: pytest.CaptureFixture[str]) -> None:
+    recorder = Recorder(run, "gw1")
+    recorder.finished(replace(_record(CASE), **{field: "nothing"}))  # type: ignore[arg-type]
+    recorder.close()
+    assert rejudge.main([str(run), str(run.parent / "again")]) == 2
+    said = capsys.readouterr().err
+    assert "'nothing'" in said
+    assert said.count("\n") == 1
+
+
+def test_help_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        rejudge.main(["--help"])
+    assert ended.value.code == 0
+    assert "Exit codes" in capsys.readouterr().out
 
 
 def test_large_outputs_and_very_many_are_not_kept(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
-from harness.subject import fidelity, fidelity_calls
+from harness.exits import Exit
+from harness.subject import SubjectUnavailable, fidelity, fidelity_calls
 from harness.subject.fidelity import Fidelity, _all_of, _allowed, _inside, compared, measured
 from harness.subject.fidelity_calls import Call
 from harness.subject.interpreter import compiled_ops
@@ -118,8 +122,86 @@ def test_a_lost_context_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     _all_of("g", 0, 1, found.append)
     assert found == [Fidelity(operator="g", data=str(number), error="CUDA error" * (number == 2), lost=number == 2) for number in range(5)]
     monkeypatch.setattr(fidelity, "_CHILD", "import sys; sys.exit('{} {} {} {}: no such operator')")
-    with pytest.raises(RuntimeError, match="no such operator"):
+    with pytest.raises(SubjectUnavailable, match=r"^comparing operators of g ended with exit code 1 after 0: .*no such operator$"):
         _all_of("g", 0, 1, found.append)
+
+
+def test_the_sign_of_a_zero_is_a_bit_too() -> None:
+    call = Call("_C::relu_squared", "zeros", (torch.zeros(4), torch.zeros(4)), (0,))
+    here, there = (torch.zeros(4), torch.zeros(4)), (torch.tensor([0.0, -0.0, 0.0, 0.0]), torch.zeros(4))
+    found = compared(call, here, there)
+    assert (found.differing, found.outside, found.steps) == (1, 1, 0)
+    assert found.first == "output 0 [1]: stand-in 0.0, compiled -0.0"
+    assert compared(call, here, here).as_declared
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as anybody asks; each process tells what it is told to."""
+    monkeypatch.setattr(fidelity, "installed", lambda: ["vllm"])
+    story = "import json\nprint(json.dumps(dict(operator={!r}, data='{} {} {}', elements=4, differing=1, outside=OUTSIDE)))"
+    monkeypatch.setattr(fidelity, "_CHILD", story.replace("OUTSIDE", "0"))
+
+
+def test_what_differs_is_printed_and_everything_is_written(
+    on_a_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fidelity.main([str(tmp_path / "told")]) == Exit.AS_THE_LEDGER_SAYS
+    assert json.loads((tmp_path / "told").read_text())["operator"] == "vllm"
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.split() == ["vllm", "0", "1", "0", "1/4", "steps", "0", "outside", "0", "allowed"]
+    assert last == "1 comparisons, 1 as claimed, 0 not; humming is not installed, its operators were not compared"
+    monkeypatch.setattr(fidelity, "_CHILD", fidelity._CHILD.replace("outside=0", "outside=1"))
+    assert fidelity.main([]) == Exit.NEWS
+    assert "1 comparisons, 0 as claimed, 1 not" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "story", "sentence"),
+    [
+        (["a", "b"], None, "unrecognized arguments: b"),
+        (["--all"], None, "unrecognized arguments: --all"),
+        (["nowhere/told"], None, "nowhere/told"),
+        ([], "raise ImportError('no _C for {} {} {} {}')", "after 0: ImportError: no _C for vllm 0 1 0"),
+    ],
+)
+def test_misuse_is_one_sentence_and_2(
+    on_a_gpu: None,
+    arguments: list[str],
+    story: str | None,
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if story is not None:
+        monkeypatch.setattr(fidelity, "_CHILD", story)
+    assert fidelity.main(arguments) == Exit.MISUSE
+    said = capsys.readouterr().err
+    assert said.startswith("fidelity: ")
+    assert sentence in said
+    assert said.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_gpu_or_vllm_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert fidelity.main([]) == Exit.UNAVAILABLE
+    assert capsys.readouterr().err.startswith("fidelity: the compiled operators need an NVIDIA GPU and torch finds none;")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert fidelity.main([]) == Exit.MISUSE
+    assert capsys.readouterr().err.startswith("fidelity: vllm is not installed")
+
+
+def test_help_is_help_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        fidelity.main(["--help"])
+    assert ended.value.code == 0
+    assert "125, no GPU" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
 
 
 def test_calls_are_named_tuples_of_cpu_tensors() -> None:
