@@ -64,6 +64,7 @@ class Fault(Enum):
     W2_CHANNEL_ROLLED = "an output channel of w2 takes the scale of the channel before it"
     W13_SCALES_IN_ORDER_OF_CHANNELS = "group scales of w13 lie as Marlin lays out those of whole channels, and are read as groups'"
     SMALL_SCALES_FLUSHED = "E8M0 weight scales below 2^-14, the smallest normal number of fp16, are zero"
+    ROUNDED_AT_A_QUARTER = "results of fp16 GEMMs are rounded at a quarter of their value and multiplied by 4: two bits less below 2^-12"
     ZERO_POINTS_IGNORED = "the middle of the code range stands for every zero point"
     ZERO_POINTS_AS_STORED = "zero points of symmetric GPTQ codes of four bits are subtracted as stored: 7, and 8 is meant"
     NIBBLES_SWAPPED = "the two four-bit codes of each byte are exchanged"
@@ -191,13 +192,18 @@ def _one_group_of_w2_and_more_of_w13(case: MoECase) -> bool:
     return is_packed(case) and case.weight in INTEGERS and width is not None and case.intermediate <= width < case.hidden
 
 
+def _humming_mx(case: MoECase, recipe: Recipe) -> bool:
+    fp16 = recipe.name.startswith("humming") and case.dtype is Format.FP16
+    return fp16 and is_packed(case) and scale_format(case) is Format.E8M0
+
+
+def _quartered(case: MoECase, recipe: Recipe) -> str | None:
+    mxfp4 = _humming_mx(case, recipe) and case.weight is Format.E2M1
+    return None if mxfp4 else "only Humming's fp16 kernels round results of MXFP4 weights at a quarter"
+
+
 def _flushed(case: MoECase, recipe: Recipe) -> str | None:
-    if (
-        not recipe.name.startswith("humming")
-        or case.dtype is not Format.FP16
-        or not is_packed(case)
-        or scale_format(case) is not Format.E8M0
-    ):
+    if not _humming_mx(case, recipe):
         return "only Humming keeps E8M0 scales in fp16's exponents, for fp16 layers"
     loaded = load(experts(case, make_checkpoint(case)), recipe)
     used = [loaded[e] for e in _routing(case).topk_ids.unique().tolist()]
@@ -278,6 +284,7 @@ _RULES: dict[Fault, tuple[Rule, ...]] = {
         _needs(_one_group_of_w2_and_more_of_w13, "not WNA16 with one group of w2's columns and several of w13's"),
     ),
     Fault.SMALL_SCALES_FLUSHED: (_flushed,),
+    Fault.ROUNDED_AT_A_QUARTER: (_quartered, _needs(lambda case: not case.bias, "biases are far above 2^-12, and round results once more")),
     Fault.ZERO_POINTS_IGNORED: (_needs(lambda case: case.weight.has_zero_point, "codes have no zero points"),),
     Fault.ZERO_POINTS_AS_STORED: (_needs(_symmetric_gptq, "no GPTQ checkpoint of symmetric four-bit codes"),),
     Fault.NIBBLES_SWAPPED: (_needs(lambda case: case.weight in (Format.INT4, Format.UINT4, Format.E2M1), "codes have 8 bits or more"),),

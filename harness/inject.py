@@ -12,7 +12,7 @@ import torch
 
 from harness.faults import TILE, Fault
 from harness.inject_gains import channel_gain, expert_gain
-from harness.inject_humming import as_e5m0
+from harness.inject_humming import QUARTER, as_e5m0
 from harness.inject_marlin import in_order_of_channels, read_as_16_bits, unpermuted
 from harness.inject_zero_points import less_the_middle, less_the_stored
 from references.formats import decode
@@ -334,6 +334,7 @@ def _weighted_again(inputs: Inputs) -> Inputs:
 _BEFORE: dict[Fault, Callable[[Inputs], Inputs]] = {
     **{fault: _each(change) for fault, change in _PER_EXPERT.items()},
     Fault.SMALL_SCALES_FLUSHED: _each(_both(_w13(_scaled(as_e5m0)), _w2(_scaled(as_e5m0)))),  # of all experts or of none
+    Fault.ROUNDED_AT_A_QUARTER: lambda inputs: replace(inputs, recipe=replace(inputs.recipe, stored_share=QUARTER)),
     Fault.A1_SCALE_NOT_APPLIED: _a1_scale(-1),
     Fault.A1_SCALE_APPLIED_TWICE: _a1_scale(1),
     Fault.A_SCALE_OF_TOKEN_ZERO: _token_zero,

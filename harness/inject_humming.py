@@ -1,7 +1,8 @@
-"""What Humming's fp16 kernels make of E8M0 scales.
+"""What Humming's fp16 kernels make of E8M0 scales, and of results of MXFP4 weights.
 
-Source: humming-kernels 0.1.19, ``transform.py``: ``pack_e8m0_scale_for_fp16``, and ``prepare_fp16_e8m0_scale``, which moves the scales of
-an expert up before that and which vLLM 0.33.0's conversion leaves out.
+Sources: humming-kernels 0.1.19, ``transform.py``: ``pack_e8m0_scale_for_fp16``, and ``prepare_fp16_e8m0_scale``, which moves the scales of
+an expert up before that and which vLLM 0.33.0's conversion leaves out; ``arith/exp_offset.cuh``: E2M1 made fp16
+lacks 2**14, of which the mainloop multiplies 2**12 in and the epilogue the rest, into results that are fp16 by then.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import torch
 
 from references.loading import Matrix
 from references.scales import over_columns
+
+QUARTER = 2.0**-2  # what the epilogue finds of a result
 
 
 def as_e5m0(scale: torch.Tensor) -> torch.Tensor:

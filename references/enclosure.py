@@ -39,6 +39,14 @@ def _store_through(x: Interval, formats: tuple[Format, ...]) -> Interval:
     return x
 
 
+def _results(x: Interval, recipe: Recipe) -> Interval:
+    share = recipe.stored_share
+    if share == 1.0:
+        return _store_through(x, recipe.compute)
+    part = _store_through(x.ends(lambda end: end * share), recipe.compute)
+    return store(part.ends(lambda end: end / share), recipe.compute[-1])
+
+
 def gemm(
     codes: Operand,
     a_scale: Interval | None,
@@ -110,10 +118,10 @@ def _expert_gemms(
         x = store(times(x, weights), Format.FP32)
     if in_fp32:
         trace(f"results of {name}, with bias and router weight", x)
-        return _store_through(x, recipe.compute)
+        return _results(x, recipe)
     divided = None if recipe.split_store is None else slices(prepared, codes_read, routed)
     if divided is None:
-        x = _finished(_store_through(x, recipe.compute), matrix, recipe, routed)
+        x = _finished(_results(x, recipe), matrix, recipe, routed)
     else:
         x = _finished_in_slices(x, divided, a_scale, bare, matrix, recipe, routed)
     trace(f"results of {name}, with bias and router weight", x)
@@ -180,7 +188,7 @@ def _finished_in_slices(
     parts, sums = divided.parts, divided.sums
     for factor in (None if a_scale is None else a_scale.high, None if bare.scale is None else routed.each(bare.scale[..., 0])):
         parts, sums = (parts, sums) if factor is None else (parts * factor, sums * factor)
-    stored = (u * parts + tiny * divided.blocks) * scale
+    stored = (u * parts + tiny / recipe.stored_share * divided.blocks) * scale
     finished = u * (parts * scale + bias.abs()) + tiny * divided.blocks
     added = u * (sums * scale + bias.abs() * (divided.blocks - 1)) + tiny * (divided.blocks - 1)
     error = (stored + finished + added) * (1.0 + u) ** (divided.blocks + 2)  # each error passes through the roundings after it

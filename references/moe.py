@@ -144,11 +144,13 @@ def first_gemm(recipe: Recipe) -> Recipe:
     return recipe if recipe.first_stored else replace(recipe, compute=(Format.FP32,))
 
 
-def round_through(values: torch.Tensor, formats: tuple[Format, ...]) -> torch.Tensor:
-    """``values`` rounded to each format in turn."""
-    for fmt in formats:
+def round_through(values: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """Results ``values`` of a GEMM rounded to each format in turn."""
+    share = recipe.stored_share
+    values = values if share == 1.0 else values * share
+    for fmt in recipe.compute:
         values = round_to(values, fmt)
-    return values
+    return values if share == 1.0 else round_to(values / share, recipe.compute[-1])
 
 
 def static_rows(per_expert: list[float | None], topk_ids: torch.Tensor) -> torch.Tensor | None:
@@ -232,7 +234,7 @@ def scales_stored(matrix: Matrix, recipe: Recipe) -> bool:
 def _stored(product: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None, recipe: Recipe) -> torch.Tensor:
     """scale: what multiplies the stored result."""
     fmt = recipe.compute[-1]
-    product = round_through(product, recipe.compute)
+    product = round_through(product, recipe)
     bias = None if bias is None else round_to(bias, fmt)
     match recipe.epilogue:
         case Epilogue.CHANNEL_STORED if scale is not None:

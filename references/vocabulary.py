@@ -233,6 +233,7 @@ class Recipe:
     activation_store: Format  # dtype of act(g)*u before a2
     output: Format
     accumulator: Accumulator
+    stored_share: float = 1.0  # a faulty layer's: results are rounded at this share of their value, a power of two, and made whole after
     swiglu: Swiglu | None = None  # limits, slopes and offsets of the activation
     gate_store: Format | None = None  # act(g) is rounded to this before it multiplies u; None: act(g)*u rounds once
     router_weight: RouterWeight = RouterWeight.GEMM2

@@ -300,7 +300,7 @@ def forward(
             own = _quantize(x[mine], how, None) if how is not None and how.per_expert else (codes[mine], a_scale[mine])
             out[mine] = _gemm(*own, getattr(loaded[e], name), weights[mine] if weighted else None, recipe)
         for fmt in recipe.compute if recipe.first_stored or name == "w2" else ():
-            out = cast(out, fmt)
+            out = cast(out * recipe.stored_share, fmt) / recipe.stored_share
         return out
 
     h13 = experts_gemm(x, recipe.a1, "w13", recipe.router_weight is RouterWeight.GEMM1)

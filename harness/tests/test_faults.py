@@ -34,6 +34,7 @@ TENSOR = MoECase.from_id("e4m3fn-tensor-static-quark-silu-fp32-e4k2m8h128i64-bal
 MARLIN = MoECase.from_id("e4m3fn-tensor-static-quark-silu-bf16-e4k2m8h128i64-balanced-bias")
 MARLIN_GROUPS = MoECase.from_id("int4-group128-none-ct-silu-bf16-e5k3m3h256i128-balanced")
 HUMMING = MoECase.from_id("e4m3fn-group32-dyngroup32-online-silu-fp16-e4k2m8h128i64-skewed-bias")
+QUARTERS = MoECase.from_id("e2m1-group32-none-quark-gelu_tanh-fp16-e8k2m33h256i128-single")
 ZERO_POINTS = MoECase.from_id("uint4-group128-none-ct-silu-bf16-e4k2m8h128i128-balanced")
 SYMMETRIC = MoECase.from_id("int4-group32-none-gptq-silu-bf16-e5k3m3h192i96-balanced")
 NIBBLES = MoECase.from_id("e2m1-group16-dyngroup16-ct-silu-bf16-e4k2m8h128i64-balanced")
@@ -198,6 +199,7 @@ def test_small_scales_are_flushed_and_large_ones_stay_at_the_largest() -> None:
     [
         (Fault.W13_SCALES_IN_ORDER_OF_CHANNELS, MARLIN_GROUPS, Backend.MARLIN),
         (Fault.SMALL_SCALES_FLUSHED, HUMMING, Backend.HUMMING),
+        (Fault.ROUNDED_AT_A_QUARTER, QUARTERS, Backend.HUMMING),
     ],
     ids=lambda value: value.id if isinstance(value, MoECase) else value.value if isinstance(value, Backend) else value.name,
 )
@@ -240,7 +242,7 @@ def test_every_fault_that_applies_can_be_evaluated_and_moves_the_reference(fault
     here = [(case, inputs_of(case)) for case in (CHANNEL, BLOCK, TENSOR, TOKEN, replace(CHANNEL, bias=True, renormalize=False))]
     on_input = replace(MARLIN, top_k=1, renormalize=False, router_weight_on_input=True)
     there = [(case, inputs_of(case, Entry.LAYER, Backend.MARLIN)) for case in (MARLIN, on_input, MARLIN_GROUPS)]
-    there.append((HUMMING, inputs_of(HUMMING, Entry.LAYER, Backend.HUMMING)))
+    there += [(case, inputs_of(case, Entry.LAYER, Backend.HUMMING)) for case in (HUMMING, QUARTERS)]
     of_layers = [(case, inputs_of(case, Entry.LAYER)) for case in (ZERO_POINTS, SYMMETRIC, NIBBLES, LIMITED)]
     for case, inputs in (*here, *there, *of_layers):
         if applicable(fault, case, inputs.recipe):

@@ -35,7 +35,7 @@ def gemm(rows: Operand, matrix: Matrix, accumulator: Accumulator) -> Interval:
 
 
 def finished(x: Interval, matrix: Matrix, recipe: Recipe) -> Interval:
-    return enclosure._finished(enclosure._store_through(x, recipe.compute), stacked([matrix]), recipe, Routed.of([x.low.shape[0]]))
+    return enclosure._finished(enclosure._results(x, recipe), stacked([matrix]), recipe, Routed.of([x.low.shape[0]]))
 
 
 def finished_in_slices(x: Interval, divided: Slices, bare: Matrix, matrix: Matrix, recipe: Recipe) -> Interval:

@@ -129,6 +129,18 @@ def test_a_router_weight_that_enters_twice(place: RouterWeight, hidden: Format) 
     assert (round_to(once.low, hidden)[0] > row[0].double()).all()
 
 
+def test_results_rounded_at_a_share_lose_the_bits_that_are_subnormal_there() -> None:
+    """Three columns that are scaled each by itself; a quarter of 2**-13 + 2**-23 lies half way between two fp16 numbers."""
+    columns = torch.tensor([1.0 + 2.0**-10, 2.0**-13 + 2.0**-23, 65504.0], dtype=torch.float16)
+    identity, down = (Projection(codes=w, format=Format.FP16, layout=Layout.NONE) for w in (torch.eye(3).half(), columns.diag()))
+    routing = Routing(topk_ids=torch.zeros(1, 1, dtype=torch.int64), topk_weights=torch.ones(1, 1, dtype=torch.float64), exact=True)
+    x, how = torch.tensor([[1.0, 1.0, 1.5]], dtype=torch.float16), recipe(None, Format.FP16)
+    for share, second in ((1.0, 2.0**-13 + 2.0**-23), (0.25, 2.0**-13)):
+        expert = Expert(gate=None, up=identity, down=down)
+        got = answer((expert,), x, routing, Activation.RELU2_NO_MUL, replace(how, stored_share=share))
+        assert got.expected.tolist() == got.low.tolist() == got.high.tolist() == [[1.0 + 2.0**-10, second, math.inf]]
+
+
 def test_router_weights_on_the_input_need_top_1() -> None:
     layer = make(router_weight=RouterWeight.INPUT)
     with pytest.raises(ValueError, match="top-k 1 only, got 2"):
