@@ -7,7 +7,8 @@
 
 Sources, vLLM 0.33.0: ``layers/activation.py``, ``fused_moe/activation.py``; the compiled operators' order and roundings from the machine
 code of its wheel (sm_90): with a limit act(g') is rounded to the tensor's dtype before the product, u' + beta is one fp32 addition;
-swigluoai and situ are fp32 throughout.
+swigluoai and situ are fp32 throughout. DeepGEMM's fused quantizer on Hopper also rounds u' + beta: ``quantization/utils/fp8_utils.py``,
+_silu_mul_per_token_group_quant_fp8_colmajor.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ def _shaped_up(swiglu: Swiglu, up: torch.Tensor) -> torch.Tensor:
 
 def gated(activation: Activation, swiglu: Swiglu, gate: torch.Tensor, up: torch.Tensor, gate_store: Format | None) -> torch.Tensor:
     """The product, float64; act(gate) rounded to ``gate_store`` first where there is one."""
-    act = _act(activation, swiglu, _clamped_gate(activation, swiglu, gate))
-    return (act if gate_store is None else round_to(act, gate_store)) * _shaped_up(swiglu, up)
+    act, shaped = _act(activation, swiglu, _clamped_gate(activation, swiglu, gate)), _shaped_up(swiglu, up)
+    act = act if gate_store is None else round_to(act, gate_store)
+    return act * (shaped if swiglu.up_store is None else round_to(shaped, swiglu.up_store))
 
 
 def gated_interval(activation: Activation, swiglu: Swiglu, gate: Interval, up: Interval, gate_store: Format | None) -> Interval:
@@ -80,7 +82,9 @@ def gated_interval(activation: Activation, swiglu: Swiglu, gate: Interval, up: I
     shaped = Interval(*ends)
     if swiglu.linear is not None:
         shaped = widen(shaped, *(_SOFT * end.abs() for end in ends))
-    return store(times(act, store(shaped, Format.FP32)), Format.FP32)
+    shaped = store(shaped, Format.FP32)
+    shaped = shaped if swiglu.up_store is None else store(shaped, swiglu.up_store)
+    return store(times(act, shaped), Format.FP32)
 
 
 def _situ_interval(low: torch.Tensor, high: torch.Tensor, farthest: torch.Tensor, beta: float) -> Interval:

@@ -100,6 +100,7 @@ class Swiglu:
     beta: float = 0.0
     situ: float | None = None
     linear: float | None = None
+    up_store: Format | None = None  # the shaped up is rounded to this before the product; None: it stays in fp32
 
 
 class CheckpointFormat(StrEnum):

@@ -62,6 +62,17 @@ def test_every_parameter_is_used() -> None:
     assert float(gated(kind, base, tensor(1.3), tensor(1.1), Format.BF16)) != float(gated(kind, base, tensor(1.3), tensor(1.1), None))
 
 
+def test_a_stored_up_is_rounded_before_the_product() -> None:
+    kind, plain = Activation.SWIGLUOAI_UNINTERLEAVE, Swiglu(limit=7.0, beta=1.0)
+    stored = Swiglu(limit=7.0, beta=1.0, up_store=Format.BF16)
+    g, u = tensor(2.0), tensor(0.00390625)  # u + 1 lies between two bf16 numbers
+    whole = float(gated(kind, stored, g, tensor(0.0), None))
+    assert float(gated(kind, stored, g, u, None)) == whole < float(gated(kind, plain, g, u, None))
+    exact = Interval(g, g), Interval(u, u)
+    bounds, without = (gated_interval(kind, each, *exact, None) for each in (stored, plain))
+    assert float(bounds.low) <= whole <= float(bounds.high) < float(without.low)
+
+
 @pytest.mark.parametrize(("activation", "swiglu"), CASES, ids=ids)
 @given(st.floats(-20, 20), st.floats(0, 3), st.floats(-20, 20), st.floats(0, 3), st.floats(0, 1), st.floats(0, 1))
 def test_intervals_hold_what_is_inside(
