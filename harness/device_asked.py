@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -79,7 +79,7 @@ class Place:
 
     @property
     def other(self) -> Batch:
-        """Another batch of the same shape: tokens in reverse order, twice as large, other experts."""
+        """Another batch of the same shape: other tokens, twice as large, to other experts."""
         batch = make_batch(replace(self.case, seed=self.case.seed + 1))
         return replace(batch, hidden_states=batch.hidden_states.flip(0) * 2)
 
@@ -159,8 +159,19 @@ def swapped_operands(place: Place) -> Iterator[Broken]:
     asked = [_swapped(each) for each in (place, *_other_sizes(place))]
     if asked[0] is None:
         raise OutOfReach("the operands were not swapped: that is Hopper's path, for small batches")
-    place.notes.append(f"operands swapped at {len([each for each in asked if each is not None])} of {len(asked)} sizes")
-    yield from itertools.chain.from_iterable(each for each in asked if each is not None)
+    swapped = [each for each in asked if each is not None]
+    place.notes.append(f"operands swapped at {len(swapped)} of {len(asked)} sizes")
+    yield from itertools.chain.from_iterable(each.broken for each in swapped)
+    wrong = [broken for each in swapped[1:] for broken in each.wrong]
+    if wrong and place.honest(place.subject.run(place.load(), place.batch).output):  # else an error of the pair, at every size
+        yield from wrong
+
+
+class _Swapped(NamedTuple):
+    """Differences of which one side is allowed and the other is not; and those of which neither is."""
+
+    broken: list[Broken]
+    wrong: list[Broken]
 
 
 def _other_sizes(place: Place) -> Iterator[Place]:
@@ -171,7 +182,7 @@ def _other_sizes(place: Place) -> Iterator[Place]:
         yield replace(place, case=case, checkpoint=make_checkpoint(case), batch=make_batch(case))
 
 
-def _swapped(place: Place) -> list[Broken] | None:
+def _swapped(place: Place) -> _Swapped | None:
     """None: vLLM does not swap the operands there."""
     loaded = place.load()
     with place.subject.operand_swaps(allowed=True) as seen:
@@ -182,16 +193,16 @@ def _swapped(place: Place) -> list[Broken] | None:
     with place.subject.operand_swaps(allowed=copies > 1) as seen:
         straight = place.subject.run(loaded, repeat_tokens(place.batch, copies)).output
     if any(seen) or not seen:
-        raise Vacuous("the operands were swapped in the run that should not swap them")
+        raise Vacuous(f"the operands were {'swapped' if seen else 'asked for by nobody'} in the run that should not swap them")
     sizes = f"M{place.case.tokens} H{place.case.hidden} I{place.case.intermediate}"
-    found = []
+    found = _Swapped([], [])
     for copy in straight.chunk(copies):
         broken = next(_same(f"operands swapped against not swapped, {sizes}", copy, swapped), None)
         if broken is None:
             continue
         allowed = {place.honest(swapped), place.honest(copy)}
-        if len(allowed) == 2:
-            found.append(broken)
+        if allowed != {True}:
+            (found.broken if len(allowed) == 2 else found.wrong).append(broken)
         place.notes.append(f"{broken}; {'each is allowed' if allowed == {True} else 'neither is allowed, which the pair itself tells'}")
     return found
 
@@ -233,6 +244,8 @@ def _far_rows(place: Place) -> Iterator[Broken]:
     loaded = place.subject.load(far.case, place.entry, far.checkpoint)
     output = place.subject.run(loaded, far.batches[0]).output
     copies = output.view(-1, far.period, output.shape[1])
+    if not bool(copies[0].isfinite().all() & copies[0].any()):
+        raise Vacuous("the near rows are zeros or infinities")
     wrong = (copies != copies[0]).any(2)
     if not bool(wrong.any()):
         return
@@ -282,6 +295,8 @@ def verdict(check: DeviceCheck, place: Place) -> Verdict:
     """PASS, NOT_IDENTICAL or NONDETERMINISTIC with what broke, UNAVAILABLE where the GPU lacks what it takes, or what vLLM raised."""
     try:
         broken = list(ASKED[check](place))
+        if broken and check is DeviceCheck.REPEATED_RUNS and (why := repeatable.why_not(place.case, place.entry, place.backend)):
+            return _each_allowed(place, broken, why)
     except SubjectError as error:
         return judge.raised(Outcome.LOAD_ERROR if isinstance(error, LoadFailed) else Outcome.RUN_ERROR, error.detail)
     except OutOfReach as error:
@@ -291,19 +306,23 @@ def verdict(check: DeviceCheck, place: Place) -> Verdict:
     if not broken:
         return Verdict(outcome=Outcome.PASS, claim=CLAIMS[check], margin=0.0, detail="\n".join(place.notes))
     detail = "\n".join(map(str, broken))
-    repeated = check is DeviceCheck.REPEATED_RUNS
-    if repeated and (why := repeatable.why_not(place.case, place.entry, place.backend)):
-        honest = all(place.honest(place.subject.run(place.load(), place.batch).output) for _ in range(RUNS))
-        claim = f"runs may differ ({why}), each allowed by the reference"
-        return Verdict(
-            outcome=Outcome.PASS if honest else Outcome.MISMATCH, claim=claim, detail=detail, signature="" if honest else check.name
-        )
     return Verdict(
-        outcome=Outcome.NONDETERMINISTIC if repeated else Outcome.NOT_IDENTICAL,
+        outcome=Outcome.NONDETERMINISTIC if check is DeviceCheck.REPEATED_RUNS else Outcome.NOT_IDENTICAL,
         claim=f"{CLAIMS[check]}; {len(broken)} comparisons do otherwise",
         spread={"elements": [broken[0].difference.differing, place.batch.hidden_states.numel()]},
         detail=detail,
         signature=check.name,
+    )
+
+
+def _each_allowed(place: Place, broken: list[Broken], why: str) -> Verdict:
+    """Of runs that may differ. Raises SubjectError."""
+    honest = all(place.honest(place.subject.run(place.load(), place.batch).output) for _ in range(RUNS))
+    return Verdict(
+        outcome=Outcome.PASS if honest else Outcome.MISMATCH,
+        claim=f"runs may differ ({why}), each allowed by the reference",
+        detail="\n".join(map(str, broken)),
+        signature="" if honest else DeviceCheck.REPEATED_RUNS.name,
     )
 
 

@@ -23,7 +23,7 @@ from harness.expected import expected
 from harness.far import PAST, Far, far_expert, far_rows
 from harness.pairs import Pair
 from harness.recipes import recipe
-from harness.subject import HasModes, Loaded, modes
+from harness.subject import HasModes, Loaded, LoadFailed, modes
 from harness.tests.fake_device import FakeDevice, Planted
 from harness.verdict import Outcome, Verdict
 from references.vocabulary import CheckpointFormat, Format
@@ -94,6 +94,60 @@ def test_a_bit_that_the_reference_allows_is_noted_and_no_failure(monkeypatch: py
     told = ask(DeviceCheck.SWAPPED_OPERANDS, FakeDevice(Planted.SWAPPED_ROWS))
     assert told.outcome is Outcome.PASS
     assert "1 elements differ" in told.detail
+
+
+@pytest.mark.parametrize(("pair_itself", "outcome"), [(True, Outcome.NOT_IDENTICAL), (False, Outcome.PASS)])
+def test_two_wrong_outputs_at_another_size_are_told_unless_the_pair_itself_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, pair_itself: bool, outcome: Outcome
+) -> None:
+    monkeypatch.setattr(device_asked.Place, "honest", lambda self, output: pair_itself and self.case == PAIR.case)
+    told = ask(DeviceCheck.SWAPPED_OPERANDS, FakeDevice(Planted.SWAPPED_ROWS))
+    assert told.outcome is outcome
+    assert "M16 H256 I384: 1 elements differ" in told.detail
+
+
+def test_what_is_raised_while_runs_that_may_differ_are_judged_is_the_subjects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeatable, "why_not", lambda case, entry, backend: "atomic additions")
+
+    class Breaks(FakeDevice):
+        def load(self, case, entry, checkpoint):  # type: ignore[no-untyped-def]
+            if self._runs:
+                raise LoadFailed("OutOfMemoryError: CUDA out of memory")
+            return super().load(case, entry, checkpoint)
+
+    told = ask(DeviceCheck.REPEATED_RUNS, Breaks(Planted.UNSTEADY))
+    assert (told.outcome, told.detail) == (Outcome.LOAD_ERROR, "OutOfMemoryError: CUDA out of memory")
+
+
+def test_a_run_that_asks_nobody_whether_to_swap_is_vacuous() -> None:
+    class Deaf(FakeDevice):
+        def run(self, loaded, batch):  # type: ignore[no-untyped-def]
+            ran = super().run(loaded, batch)
+            if not self._allowed:
+                self._seen.clear()
+            return ran
+
+    told = ask(DeviceCheck.SWAPPED_OPERANDS, Deaf())
+    assert (told.outcome, told.signature) == (Outcome.RUN_ERROR, "VACUOUS")
+    assert told.detail == "the operands were asked for by nobody in the run that should not swap them"
+
+
+@pytest.mark.parametrize("value", [0.0, torch.nan, torch.inf])
+def test_far_rows_that_are_all_nothing_say_nothing(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+    pair = next(each.pair for each in of(Level.NIGHTLY, Backend.TRITON) if each.check is DeviceCheck.FAR_ROWS)
+    far = Far(
+        case=pair.case, small=pair.case, checkpoint=make_checkpoint(PAIR.case), batches=(make_batch(PAIR.case),), bytes_needed=0, period=4
+    )
+    monkeypatch.setattr(device_asked, "far_rows", lambda case: far)
+
+    class Nothing(FakeDevice):
+        def load(self, case, entry, checkpoint):  # type: ignore[no-untyped-def]
+            return Loaded(handle=None, quant_method="", experts_class="")
+
+        def run(self, loaded, batch):  # type: ignore[no-untyped-def]
+            return type("Ran", (), {"output": torch.full((16, 8), value)})()
+
+    assert ask(DeviceCheck.FAR_ROWS, Nothing(), pair).signature == "VACUOUS"
 
 
 def test_a_pair_declared_not_repeatable_must_stay_within_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
