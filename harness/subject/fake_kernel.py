@@ -269,7 +269,8 @@ def _gated(activation: Activation, swiglu: Swiglu, gate: torch.Tensor, up: torch
     else:
         gate = gate if swiglu.limit is None else gate.clamp_max(swiglu.limit)
         act = gate / (1.0 + torch.exp(-swiglu.alpha * gate))
-    return (act if gate_store is None else cast(act, gate_store)) * (up + swiglu.beta)
+    up = up + swiglu.beta
+    return (act if gate_store is None else cast(act, gate_store)) * (up if swiglu.up_store is None else cast(up, swiglu.up_store))
 
 
 def route(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> Routing:
