@@ -14,6 +14,7 @@ from harness.faults import TILE, Fault
 from harness.inject_gains import channel_gain, expert_gain
 from harness.inject_humming import QUARTER, as_e5m0
 from harness.inject_marlin import in_order_of_channels, read_as_16_bits, unpermuted
+from harness.inject_router import twice_on_input, twice_on_output
 from harness.inject_zero_points import less_the_middle, less_the_stored
 from references.formats import decode
 from references.loading import LoadedExpert, Matrix
@@ -49,11 +50,13 @@ def contributions(fault: Fault | None, inputs: Inputs, evaluate: Evaluate) -> to
 
 def with_all(faults: tuple[Fault, ...], inputs: Inputs, evaluate: Evaluate) -> torch.Tensor:
     """The same for several faults at once."""
+    after = []
     for fault in faults:
-        inputs = changed(fault, inputs)
+        before, inputs = inputs, changed(fault, inputs)
+        after += [_AFTER[fault]] if inputs is before else []
     given = evaluate(inputs)
-    for fault in faults:
-        given = given if fault in _BEFORE else _AFTER[fault](given, inputs.routing)
+    for change in after:
+        given = change(given, inputs.routing)
     return given
 
 
@@ -328,6 +331,8 @@ def _without_limits(swiglu: Swiglu | None) -> Swiglu:
 
 
 def _weighted_again(inputs: Inputs) -> Inputs:
+    if (known := twice_on_input(inputs)) is not inputs:
+        return known
     return replace(inputs, hidden_states=inputs.hidden_states.to(torch.float64) * inputs.routing.topk_weights[:, :1])
 
 
@@ -344,6 +349,7 @@ _BEFORE: dict[Fault, Callable[[Inputs], Inputs]] = {
     Fault.ACTIVATIONS_NOT_QUANTIZED: _unquantized,
     Fault.EXPERT_IDS_SHIFTED: _rerouted(lambda routing, experts: replace(routing, topk_ids=(routing.topk_ids + 1) % experts)),
     Fault.ROUTER_WEIGHT_DROPPED: _rerouted(lambda routing, experts: replace(routing, topk_weights=torch.ones_like(routing.topk_weights))),
+    Fault.ROUTER_WEIGHT_TWICE: twice_on_output,
     Fault.ROUTER_WEIGHT_TWICE_ON_INPUT: _weighted_again,
     Fault.RENORMALIZE_FLIPPED: _renormalize_flipped,
     Fault.WRONG_ACTIVATION: lambda inputs: replace(

@@ -12,6 +12,7 @@ from cases.case import MoECase
 from cases.checkpoint import Checkpoint
 from harness import expected
 from harness.compare import Comparison, show
+from harness.explained import EXPLAINS, NEAR, Left, explanation, has_interval, left
 from harness.faults import Fault, applicable
 from harness.fit import affected, fit, fit_two, gain_residual
 from harness.gains import Gain, Gains, Group, gains
@@ -23,9 +24,7 @@ from references.loading import load
 from references.moe import Answer
 from references.vocabulary import Recipe
 
-EXPLAINS = 1.0 / 16.0  # a fault that leaves more of the deviation names nothing; of 418 known upstream records one leaves over 3 %, 5 %
 HALVES = 0.5  # a factor is established by its own statistics: it names the deviation when it is the larger part of it
-NEAR = 0.75  # a fault that takes away a quarter of the deviation is named as the nearest
 _RUNNERS_UP = 2
 _SEEN_TOGETHER = (  # one of the first and one of the second
     (Fault.BIAS_DROPPED, Fault.BIAS_NOT_PERMUTED, Fault.BIAS_READ_AS_16_BITS),
@@ -86,10 +85,14 @@ def judge(
     inputs = _inputs(case, recipe, checkpoint, batch, answer)
     faults = [fault for fault in Fault if applicable(fault, case, recipe)]
     fits = fit(inputs, answer, actual, faults)
-    if fits and fits[0].residual > EXPLAINS:  # a lane may drop biases and weight its input twice: no one of them explains that
-        fits = (*fit_two(inputs, answer, actual, *([f for f in faults if f in group] for group in _SEEN_TOGETHER))[:1], *fits)
-    fits = tuple(sorted(fits, key=lambda each: each.residual))[: 1 + _RUNNERS_UP]
-    signature = _fault_signature(fits, inputs, answer, comparison) or _gain_signature(answer, actual, flagged) or _nearest(fits)
+    whole = explanation(fits, inputs, actual)
+    if fits and whole is None:  # a lane may drop biases and weight its input twice: no one of them explains that
+        pairs = fit_two(inputs, answer, actual, *([f for f in faults if f in group] for group in _SEEN_TOGETHER))
+        whole, fits = explanation(pairs, inputs, actual), (*pairs[:1], *fits)
+    fits = tuple(sorted(fits, key=lambda each: (each != whole, each.residual)))[: 1 + _RUNNERS_UP]
+    cause = whole or next((each for each in fits if each.residual <= EXPLAINS and has_interval(each, inputs)), None)
+    beyond = None if cause is None or cause == whole else left(cause, inputs, actual)
+    signature = _fault_signature(cause, beyond, inputs, answer, comparison) or _gain_signature(answer, actual, flagged) or _nearest(fits)
     if exact and not bool(torch.isfinite(actual).any()):  # lattices hold no faults apart that leave nothing finite
         signature = NOT_FINITE
     live = (answer.expected != 0) | (actual != 0)
@@ -103,6 +106,7 @@ def judge(
         pattern=where,
         gains=_gains(measured, flagged),
         fits=fits,
+        detail="" if cause is None or beyond is None else _beyond(cause, beyond),
         signature=signature,
     )
 
@@ -187,15 +191,22 @@ def _gain_pattern(flagged: tuple[Gain, ...]) -> str:
     return f"{where} is {first.alpha:.6g} times what it should be{rest}"
 
 
-def _fault_signature(fits: tuple[FaultFit, ...], inputs: Inputs, answer: Answer, comparison: Comparison) -> str:
-    """``FAULT``, ``FAULT@all`` (every expert it could change), ``FAULT@1,3``; ``NAN``, ``INF``; "" when nothing fits."""
-    if fits and fits[0].residual <= EXPLAINS:
-        best = fits[0]
-        if not best.experts:
-            return best.fault
-        every = affected(Fault[best.fault], inputs, answer)
-        return f"{best.fault}@{'all' if best.experts == every else ','.join(map(str, best.experts))}"
-    return "NAN" if comparison.nan else "INF" if comparison.inf else ""
+def _fault_signature(cause: FaultFit | None, beyond: Left | None, inputs: Inputs, answer: Answer, comparison: Comparison) -> str:
+    """``FAULT``, ``FAULT@all`` (every expert it could change), ``FAULT@1,3``, with ``+UNEXPLAINED`` where there is something beyond;
+    ``NAN``, ``INF``; "" when nothing fits.
+    """
+    if cause is None:
+        return "NAN" if comparison.nan else "INF" if comparison.inf else ""
+    more = "" if beyond is None else "+UNEXPLAINED"
+    if not cause.experts:
+        return f"{cause.fault}{more}"
+    every = affected(Fault[cause.fault], inputs, answer)
+    return f"{cause.fault}@{'all' if cause.experts == every else ','.join(map(str, cause.experts))}{more}"
+
+
+def _beyond(cause: FaultFit, beyond: Left) -> str:
+    outside = f"{beyond.elements} of {beyond.of} elements are not among the results of a layer with {cause.fault}"
+    return f"{outside}, and {beyond.groups} groups of them differ from it by a factor" if beyond.groups else outside
 
 
 def _nearest(fits: tuple[FaultFit, ...]) -> str:

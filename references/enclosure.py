@@ -195,6 +195,13 @@ def _finished_in_slices(
     return store(Interval(x.low * scale + bias - error, x.high * scale + bias + error), fmt)
 
 
+def _weighted(x: Interval, weights: Interval, per_expert: list[float], owner: torch.Tensor, recipe: Recipe) -> Interval:
+    """A stored result times the router weight, itself stored, and a factor of the expert's in it."""
+    factors = torch.tensor(per_expert, dtype=torch.float64)[owner].unsqueeze(1)
+    given = weights if bool((factors == 1.0).all()) else store(Interval(weights.low * factors, weights.high * factors), Format.FP32)
+    return store(times(x, store(given, recipe.output)), recipe.output)
+
+
 def _activated(h13: Interval, activation: Activation, recipe: Recipe, trace: Trace) -> Interval:
     if not activation.gated:
         act = activation_interval(activation, h13)
@@ -251,7 +258,7 @@ def enclose(
         "GEMM 1",
     )
     if RouterWeight.FIRST_STORED in places:
-        h13 = store(times(h13, store(flat, recipe.output)), recipe.output)
+        h13 = _weighted(h13, flat, [e.first_router_factor for e in loaded], owner, recipe)
     out = _expert_gemms(
         _activated(h13, activation, recipe, trace),
         recipe.a2,
@@ -264,9 +271,7 @@ def enclose(
         "GEMM 2",
     )
     if RouterWeight.STORED in places:
-        factors = torch.tensor([e.router_factor for e in loaded], dtype=torch.float64)[owner].unsqueeze(1)
-        given = flat if bool((factors == 1.0).all()) else store(Interval(flat.low * factors, flat.high * factors), Format.FP32)
-        out = store(times(out, store(given, recipe.output)), recipe.output)
+        out = _weighted(out, flat, [e.router_factor for e in loaded], owner, recipe)
     if RouterWeight.SUM in places:
         out = store(times(out, flat), Format.FP32)  # the exact product too, where it is fused into the addition
     total = sum_over_slots(out.ends(lambda end: end[routing.rows.back].reshape(tokens, top_k, -1)), recipe.slots_store)

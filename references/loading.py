@@ -76,7 +76,8 @@ class Matrix:
 class LoadedExpert:
     """w13 [2*I or I, H] (gate rows first) and w2 [H, I]; static activation scales before each GEMM, None when dynamic.
 
-    router_factor: multiplies the fp32 router weights of the expert, before they are rounded.
+    router_factor, first_router_factor: multiply the fp32 router weights of the expert, before they are rounded; the first where they meet
+    GEMM 1's stored result.
     """
 
     w13: Matrix
@@ -84,6 +85,7 @@ class LoadedExpert:
     a1_scale: float | None
     a2_scale: float | None
     router_factor: float = 1.0
+    first_router_factor: float = 1.0
 
 
 def stacked(matrices: Sequence[Matrix]) -> Matrix:
@@ -218,15 +220,15 @@ def load(experts: Sequence[Expert], recipe: Recipe) -> tuple[LoadedExpert, ...]:
     for index, expert in enumerate(experts):
         down = _stored(expert.down, recipe)
         w2 = down if recipe.weight_quant is None else _online(down, recipe.weight_quant)
-        w2, factor = _for_router(w2, recipe)
+        w2, factor = for_router(w2) if recipe.global_scale is GlobalScale.ROUTER else (w2, 1.0)
         w13, w2 = for_kernel(_w13(expert, recipe), recipe), for_kernel(w2, recipe)
         out.append(LoadedExpert(w13=w13, w2=w2, a1_scale=first[index], a2_scale=second[index], router_factor=factor))
     return tuple(out)
 
 
-def _for_router(w2: Matrix, recipe: Recipe) -> tuple[Matrix, float]:
-    """GlobalScale.ROUTER: the global scale but for its power of two, which rounds nothing."""
-    if recipe.global_scale is not GlobalScale.ROUTER or w2.outer is None:
-        return w2, 1.0
-    mantissa, exponent = torch.frexp(w2.outer)
-    return replace(w2, outer=torch.ldexp(torch.ones_like(mantissa), exponent)), float(mantissa[0])
+def for_router(matrix: Matrix) -> tuple[Matrix, float]:
+    """GlobalScale.ROUTER: the global scale but for its power of two, which rounds nothing; all rows have the same."""
+    if matrix.outer is None:
+        return matrix, 1.0
+    mantissa, exponent = torch.frexp(matrix.outer)
+    return replace(matrix, outer=torch.ldexp(torch.ones_like(mantissa), exponent)), float(mantissa[0])

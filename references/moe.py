@@ -190,16 +190,21 @@ def forward(
     on_first = weights if RouterWeight.GEMM1 in places else None
     h13 = _gemms(first, [e.w13 for e in loaded], routing.rows, on_first, first_gemm(recipe))
     if RouterWeight.FIRST_STORED in places:
-        h13 = round_to(h13 * round_to(weights, hidden_format), hidden_format)
+        given = weights * _factors([e.first_router_factor for e in loaded], owner)
+        h13 = round_to(h13 * round_to(given, hidden_format), hidden_format)
     intermediate = round_to(_activated(h13, activation, recipe), recipe.activation_store)
     second = entering(intermediate, recipe.a2, recipe, static_rows([e.a2_scale for e in loaded], routing.topk_ids), owner)
     out = _gemms(second, [e.w2 for e in loaded], routing.rows, weights if RouterWeight.GEMM2 in places else None, recipe)
     if RouterWeight.STORED in places:
-        factors = torch.tensor([e.router_factor for e in loaded], dtype=torch.float64)[owner].unsqueeze(1)
-        out = round_to(out * round_to(weights * factors, hidden_format), hidden_format)
+        given = weights * _factors([e.router_factor for e in loaded], owner)
+        out = round_to(out * round_to(given, hidden_format), hidden_format)
     if RouterWeight.SUM in places:
         out = out * weights
     return out.reshape(tokens, top_k, -1)
+
+
+def _factors(per_expert: list[float], owner: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(per_expert, dtype=torch.float64)[owner].unsqueeze(1)
 
 
 def _gemms(

@@ -11,7 +11,7 @@ from references.bounds import exactly
 from references.enclosure import enclose
 from references.formats import decode, torch_dtype
 from references.kernel_layout import for_kernel
-from references.loading import Matrix, load
+from references.loading import Matrix, for_router, load
 from references.moe import Expert, Projection, Routing, forward
 from references.products import operand
 from references.tests.one_matrix import finished, gemm
@@ -136,6 +136,28 @@ def test_a_global_scale_meets_sums_or_the_router_weight(where: GlobalScale, plac
         kernel = kernel.double()
         assert bool(((bounds.low[token] <= kernel) & (kernel <= bounds.high[token])).all())
         assert bool(((bounds.low[token] <= answer[token]) & (answer[token] <= bounds.high[token])).all())
+
+
+def test_a_global_scale_meets_a_router_weight_that_enters_a_second_time() -> None:
+    experts, given = nvfp4(GlobalScale.SUMS, RouterWeight.INPUT)
+    how = replace(given, router_weight_again=RouterWeight.FIRST_STORED)
+    x = torch.randn(4, 32, generator=generator()).to(BF16)
+    weights = torch.linspace(0.3, 0.95, 4).reshape(4, 1)
+    routing = Routing(topk_ids=torch.tensor([[0], [1], [1], [0]]), topk_weights=weights.double(), exact=True)
+    factors = [for_router(expert.w13) for expert in load(experts, how)]
+    loaded = tuple(replace(e, w13=w13, first_router_factor=f) for e, (w13, f) in zip(load(experts, how), factors, strict=True))
+    bounds = enclose(loaded, x, routing, Activation.RELU2_NO_MUL, how)
+    missed = enclose(load(experts, how), x, routing, Activation.RELU2_NO_MUL, replace(how, router_weight_again=None))
+    for token, e in enumerate(routing.topk_ids.flatten().tolist()):
+        up, down = experts[e].up, experts[e].down
+        assert up.global_scale is not None
+        assert down.global_scale is not None
+        row = (x[token] * weights[token].to(BF16)).float()
+        h = (row @ dense(up).T).to(BF16) * (weights[token] * up.global_scale).to(BF16)
+        h = torch.nn.functional.relu(h).float().square().to(BF16)
+        kernel = ((h.float() @ dense(down).T) * down.global_scale).to(BF16).double()
+        assert bool(((bounds.low[token] <= kernel) & (kernel <= bounds.high[token])).all())
+        assert bool(((missed.low[token] > kernel) | (kernel > missed.high[token])).any())
 
 
 def test_the_store_of_a_matrix_keeps_the_factor_of_sums() -> None:
