@@ -17,6 +17,7 @@ from harness.claims import (
     BLOCK,
     CHANNEL_TOKEN,
     CT,
+    DEEP_GEMM,
     EVERY,
     FLOATS,
     GATED,
@@ -194,8 +195,7 @@ SPECS: dict[Backend, BackendSpec] = {
         architectures=("sm90", "sm100", "sm120"),
         modules=(("deep_gemm", "vllm.third_party.deep_gemm"),),
         claims=tuple(
-            claim(which, BLOCK, activations=frozenset({Activation.SILU}), dtypes=frozenset({Format.BF16}))
-            for which in (CT, QUARK, VLLM_FP8, ONLINE)
+            claim(which, BLOCK, activations=DEEP_GEMM, dtypes=frozenset({Format.BF16})) for which in (CT, QUARK, VLLM_FP8, ONLINE)
         ),
         refusals=(*refusals_cuda.DEEP_GEMM, *refusals_batched.BATCHED_DEEP_GEMM),
     ),

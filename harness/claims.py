@@ -31,6 +31,7 @@ class Claim:
 
 EVERY = frozenset(Activation)
 GATED = frozenset(activation for activation in Activation if activation.gated)
+DEEP_GEMM = frozenset((Activation.SILU, Activation.SWIGLUOAI_UNINTERLEAVE, Activation.SWIGLUSTEP))  # experts/deep_gemm_moe.py
 FLOATS = frozenset((Format.FP32, Format.BF16, Format.FP16))
 HALVES = frozenset((Format.BF16, Format.FP16))
 CT = frozenset((CheckpointFormat.COMPRESSED_TENSORS,))

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from cases.case import MoECase
 from harness.backends import Backend
+from harness.installed import compute_capability
 from references.vocabulary import (
     Accumulator,
     Activation,
@@ -130,18 +131,24 @@ def _humming_a8(recipe: Recipe, case: MoECase) -> Recipe:
 
 
 def _deep_gemm(recipe: Recipe, case: MoECase) -> Recipe:
-    """Hopper: power-of-two scales kept in fp32, for rows and for the weights, which are quantized once more to have them; an fp32
-    accumulator takes each 128 of K from the tensor cores; silu(g) and silu(g) * u are stored, as the C++ operator does."""
+    """Power-of-two scales, for rows and for the weights, which are quantized once more to have them; an fp32 accumulator takes each 128 of
+    K from the tensor cores. On Hopper the fused quantizer stores act(g), u' + beta and their product, as the C++ operators do; on Blackwell
+    only the product, and floors the scale instead of amax. swiglustep is not fused: its product is stored, then quantized."""
     if recipe.a1 is None:
         return recipe  # refused
     first = replace(recipe.a1, power_of_two=True, quotient=Quotient.ANY)
+    stepped, blackwell = case.activation is Activation.SWIGLUSTEP, compute_capability() >= 100
+    stored = None if stepped or blackwell else case.dtype
+    swiglu = recipe.swiglu if recipe.swiglu is None or stored is None else replace(recipe.swiglu, up_store=stored)
+    floor = _GROUP_AMAX_FLOOR if blackwell and not stepped else _GROUP_AMAX_FLOOR / 448.0
     return replace(
         recipe,
         name="deep_gemm ue8m0",
         a1=first,
-        a2=replace(first, scale_floor=_GROUP_AMAX_FLOOR / 448.0),
+        a2=replace(first, scale_floor=floor),
         compute=(case.dtype,),
-        gate_store=case.dtype,
+        gate_store=stored,
+        swiglu=swiglu,
         activation_store=case.dtype,
         weight_requant=WeightQuant(
             format=Format.E4M3FN,

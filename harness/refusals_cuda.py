@@ -4,6 +4,7 @@ loading or running, and not as a reason (``reasoned=False``)."""
 from __future__ import annotations
 
 from cases.case import ActScale, MoECase, Origin
+from harness import claims
 from harness.refusals import (
     BY_THE_METHOD,
     CT_FP8_DYNAMIC_TENSOR,
@@ -17,7 +18,7 @@ from harness.refusals import (
     refuses_fp32,
     scheme,
 )
-from references.vocabulary import Activation, CheckpointFormat, Format, Layout
+from references.vocabulary import CheckpointFormat, Format, Layout
 
 GATED_ONLY = "no act_and_mul MLP layer"
 
@@ -81,7 +82,11 @@ DEEP_GEMM: tuple[Refusal, ...] = (
     *BY_THE_METHOD,
     *only_for(("FP8",), "deep_gemm"),
     not_supported(lambda c: fp8(c) and not c.activation.gated, "DeepGEMM experts are gated", GATED_ONLY),
-    not_supported(lambda c: fp8(c) and c.activation is not Activation.SILU, "DeepGEMM knows silu only", "MoEActivation"),
+    not_supported(
+        lambda c: fp8(c) and c.activation not in claims.DEEP_GEMM,
+        "DeepGEMM knows silu, swigluoai_uninterleave, swiglustep",
+        "MoEActivation",
+    ),
     not_supported(lambda c: fp8(c) and c.weight_scale is not Layout.BLOCK128, "DeepGEMM needs block scales", "quantization scheme"),
     Refusal(
         reason="DeepGEMM's grouped GEMM writes bf16 only",

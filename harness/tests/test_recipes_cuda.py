@@ -1,0 +1,57 @@
+"""Recipes of the CUDA lanes that are not packed: what is rounded where, GPU by GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from cases.case import Entry, MoECase
+from harness.architectures import VARIABLE
+from harness.backends import Backend, claimed, declared_refusal
+from harness.recipes import recipe
+from references.vocabulary import Format, Recipe
+
+BLOCK = "e4m3fn-block128-dyngroup128-ct-{}-bf16-e4k2m8h128i128-balanced{}"
+
+
+def deep_gemm(activation: str, tail: str = "") -> Recipe:
+    case = MoECase.from_id(BLOCK.format(activation, tail))
+    assert claimed(case, Entry.LAYER, Backend.DEEP_GEMM)
+    return recipe(case, Entry.LAYER, Backend.DEEP_GEMM)
+
+
+@pytest.mark.parametrize("tail", ["", "-tight"])
+def test_deep_gemm_on_hopper_stores_both_factors_of_a_fused_product(tail: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "sm90")
+    silu, oai = deep_gemm("silu", tail), deep_gemm("swigluoai_uninterleave", tail)
+    assert silu.gate_store is oai.gate_store is silu.activation_store is oai.activation_store is Format.BF16
+    assert oai.swiglu is not None
+    assert oai.swiglu.up_store is Format.BF16
+
+
+def test_deep_gemm_on_blackwell_stores_the_product_alone_and_floors_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "sm90")
+    on_hopper = deep_gemm("swigluoai_uninterleave")
+    monkeypatch.setenv(VARIABLE, "sm100")
+    oai, stepped = deep_gemm("swigluoai_uninterleave"), deep_gemm("swiglustep")
+    assert (oai.gate_store, oai.activation_store) == (None, Format.BF16)
+    assert oai.swiglu is not None
+    assert oai.swiglu.up_store is None
+    assert oai.a2 is not None
+    assert stepped.a2 is not None
+    assert on_hopper.a2 is not None
+    assert oai.a2.scale_floor == 448.0 * on_hopper.a2.scale_floor
+    assert stepped.a2.scale_floor == on_hopper.a2.scale_floor
+
+
+def test_deep_gemm_does_not_fuse_swiglustep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "sm90")
+    stepped = deep_gemm("swiglustep")
+    assert (stepped.gate_store, stepped.activation_store) == (None, Format.BF16)
+    assert stepped.swiglu is not None
+    assert stepped.swiglu.up_store is None
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "situ", "silu_no_mul"])
+def test_deep_gemm_refuses_every_other_activation(activation: str) -> None:
+    case = MoECase.from_id(BLOCK.format(activation, ""))
+    assert declared_refusal(case, Entry.LAYER, Backend.DEEP_GEMM) is not None
