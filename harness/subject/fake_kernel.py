@@ -304,7 +304,10 @@ def forward(
             out = cast(out * recipe.stored_share, fmt) / recipe.stored_share
         return out
 
-    h13 = experts_gemm(x, recipe.a1, "w13", recipe.router_weight is RouterWeight.GEMM1)
+    places = (recipe.router_weight, recipe.router_weight_again)
+    h13 = experts_gemm(x, recipe.a1, "w13", RouterWeight.GEMM1 in places)
+    if RouterWeight.FIRST_STORED in places:
+        h13 = cast(h13 * cast(weights, recipe.output), recipe.output)
     if activation.gated:
         gate, up = h13.chunk(2, 1)
         if recipe.swiglu is not None:
@@ -315,8 +318,8 @@ def forward(
     else:
         middle = _act(activation, h13)
     middle = cast(middle, recipe.activation_store)
-    out = experts_gemm(middle, recipe.a2, "w2", recipe.router_weight is RouterWeight.GEMM2)
-    if recipe.router_weight is RouterWeight.STORED:
+    out = experts_gemm(middle, recipe.a2, "w2", RouterWeight.GEMM2 in places)
+    if RouterWeight.STORED in places:
         out = cast(out * cast(weights, recipe.output), recipe.output)
     if recipe.router_weight is RouterWeight.SUM:
         out = out * weights
