@@ -7,10 +7,11 @@ when it matches no pair of the level it names. Nothing is ever skipped because o
 from __future__ import annotations
 
 import fnmatch
+import math
 import re
 import sys
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, fields
 from datetime import date
 from enum import StrEnum
@@ -27,6 +28,7 @@ from harness.verdict import Outcome, Verdict
 
 LEDGER = Path(__file__).parent.parent / "cases" / "known_issues.toml"
 _HEADER = re.compile(r"^\s*\[\[\s*issue\s*\]\]\s*(#.*)?$")
+_PEAK = "PEAK"  # begins the signature of load_oracles.peak
 _NO_FAULT = (Outcome.PASS, Outcome.UNSUPPORTED, Outcome.UNAVAILABLE)
 _TOML_LINE = re.compile(r"\(at line (\d+)")
 _TEXT = re.compile(
@@ -66,6 +68,7 @@ class KnownIssue:
     since: str  # date it was entered, ISO
     note: str
     level: Level = Level.SMOKE  # smallest level in which a pair must match
+    peak: float | None = None  # of a signature of PEAK: the most memory at once that was seen, over what is needed
 
     def concerns(self, backend: Backend, version: str) -> bool:
         """Whether this entry speaks of that backend of that vLLM."""
@@ -119,6 +122,10 @@ class Ledger:
             sentence = f"ledger entry '{issue.id}' expects {issue.outcome}, but it ended {verdict.outcome}: if fixed, narrow `vllm`"
             return Judged(standing=Standing.STOPPED_FAILING, issue=issue, sentence=sentence)
         if verdict.outcome is issue.outcome and any(matches(verdict.signature, pattern) for pattern in issue.signature):
+            if issue.peak is not None and verdict.margin is not None and verdict.margin > issue.peak:
+                known = f"memory up to {issue.peak:g} times what is needed"
+                sentence = f"ledger entry '{issue.id}' expects {known}, but it took {verdict.margin:.2f} times that"
+                return Judged(standing=Standing.FAILS_DIFFERENTLY, issue=issue, sentence=sentence)
             return Judged(standing=Standing.KNOWN, issue=issue, sentence=issue.note)
         expected, found = f"{issue.outcome} {' or '.join(issue.signature)}", f"{verdict.outcome} {verdict.signature}"
         sentence = f"ledger entry '{issue.id}' expects {expected}, but it ended {found}"
@@ -149,7 +156,7 @@ def load(path: Path = LEDGER) -> Ledger:
     except ValueError:  # of int()
         most = sys.get_int_max_str_digits()
         line = _line_of(text, re.search(rf"\d(?:_?\d){{{most}}}", text))
-        raise LedgerError(f"{path}:{line}: a number of more than {most} digits; only strings and lists of strings belong here") from None
+        raise LedgerError(f"{path}:{line}: a number of more than {most} digits; only strings, their lists and `peak` belong here") from None
     except RecursionError:
         raise LedgerError(f"{path}:{_deepest(text)}: brackets nested too deep; only strings and lists of strings belong here") from None
     lines = [number for number, line in enumerate(_bare(text).split("\n"), 1) if _HEADER.match(line)]
@@ -203,7 +210,7 @@ def _issue(path: Path, line: int, entry: dict[str, object]) -> KnownIssue:
         return tuple(given)
 
     cases, signature = patterns("cases"), patterns("signature")
-    texts = {name: value for name, value in entry.items() if name not in ("backends", "cases", "signature")}
+    texts = {name: value for name, value in entry.items() if name not in ("backends", "cases", "signature", "peak")}
     if bad := [name for name, value in texts.items() if not isinstance(value, str) or not value.strip()]:
         raise wrong(f"'{bad[0]}' must be a non-empty string, got {entry[bad[0]]!r}")
     if not _date(str(entry["since"])):
@@ -238,4 +245,16 @@ def _issue(path: Path, line: int, entry: dict[str, object]) -> KnownIssue:
         since=str(entry["since"]),
         note=str(entry["note"]),
         level=typed("level", Level),
+        peak=_peak(entry.get("peak"), signature, wrong),
     )
+
+
+def _peak(given: object, signature: tuple[str, ...], wrong: Callable[[str], LedgerError]) -> float | None:
+    if not any(pattern.startswith(_PEAK) for pattern in signature):
+        if given is not None:
+            raise wrong(f"'peak' goes with a signature of {_PEAK}, got {', '.join(signature)}")
+        return None
+    if not isinstance(given, (int, float)) or not 1 < given < math.inf:
+        got = "is missing" if given is None else f"is {given!r}"
+        raise wrong(f"'peak' {got}; a signature of {_PEAK} needs it: memory at once over what is needed, a number above 1, such as 8.7")
+    return float(given)

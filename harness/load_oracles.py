@@ -61,6 +61,7 @@ class Finding:
     oracle: Oracle
     what: str
     text: str
+    over: float | None = None  # what was found over what is allowed, where that is a number
 
     @property
     def signature(self) -> str:
@@ -137,7 +138,7 @@ def peak(case: MoECase, seen: Loading, *, requantized: bool = False) -> Iterator
             f"{allocated.peak} bytes at the peak, of which {allocated.kept} stay; with one expert's scratch of {scratch} "
             f"{allowed} are needed; the largest allocation is of {allocated.largest or 'unknown'} bytes"
         )
-        yield Finding(oracle=Oracle.PEAK, what="conversion", text=text)
+        yield Finding(oracle=Oracle.PEAK, what="conversion", text=text, over=allocated.peak / allowed)
 
 
 def _whole_blocks(case: MoECase) -> int:

@@ -72,6 +72,7 @@ def _verdict(question: Question, found: list[Finding], stops_at: str) -> Verdict
     return Verdict(
         outcome=Outcome.NOT_IDENTICAL,
         claim="; ".join(f"{CLAIMS[oracle]}: it does not hold" for oracle in broken),
+        margin=max((finding.over for finding in found if finding.over is not None), default=None),
         spread={"findings": len(found)},
         detail="\n".join([*texts[:_SHOWN], *more]),
         signature="+".join(sorted({finding.signature for finding in found})),

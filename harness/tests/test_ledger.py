@@ -6,7 +6,7 @@ import pytest
 
 from cases.case import Entry, Level
 from harness.backends import Backend
-from harness.ledger import Ledger, LedgerError, Standing, load, matches
+from harness.ledger import Judged, Ledger, LedgerError, Standing, load, matches
 from harness.suite.gather import ids
 from harness.verdict import Outcome, Verdict
 
@@ -23,6 +23,8 @@ link = "x"
 since = "2026-11-30"
 note = "n"
 """
+
+PEAK = ENTRY.replace("W_SCALE_*", "PEAK:conversion").replace("MISMATCH", "NOT_IDENTICAL") + "peak = 2.5\n"
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -63,6 +65,18 @@ def test_an_entry_may_have_several_signatures(tmp_path: Path) -> None:
     assert "expects MISMATCH A@all or B, but it ended MISMATCH C" in said.sentence
 
 
+def test_a_peak_bounds_an_entry(tmp_path: Path) -> None:
+    ledger = load(written(tmp_path, PEAK))
+
+    def judged(margin: float | None) -> Judged:
+        verdict = Verdict(outcome=Outcome.NOT_IDENTICAL, claim="c", signature="PEAK:conversion", margin=margin)
+        return ledger.judge(verdict, "int8-x", Entry.LAYER, Backend.INTERPRETER, "0.33.0")
+
+    assert [judged(margin).standing for margin in (1.1, 2.5, None)] == [Standing.KNOWN] * 3  # None: recorded before there were numbers
+    assert judged(25.0).standing is Standing.FAILS_DIFFERENTLY
+    assert judged(25.0).sentence == "ledger entry 'a' expects memory up to 2.5 times what is needed, but it took 25.00 times that"
+
+
 def test_versions_bound_an_entry(tmp_path: Path) -> None:
     ledger = load(written(tmp_path, ENTRY))
     assert standing(ledger, Outcome.PASS, version="0.34.0") is Standing.CLEAN
@@ -101,6 +115,12 @@ def test_an_entry_that_matches_nothing_is_named(tmp_path: Path) -> None:
         (ENTRY.replace('"W_SCALE_*"', "[]"), 2, "'signature' must be a pattern or a list of patterns"),
         (ENTRY.replace('link = "x"', "link = x"), 10, "not TOML"),
         (ENTRY + ENTRY, 2, "id 'a' is used twice"),
+        (ENTRY + "peak = 2.5\n", 2, "'peak' goes with a signature of PEAK, got W_SCALE_*"),
+        (PEAK.replace("peak = 2.5", ""), 2, "'peak' is missing; a signature of PEAK needs it: memory at once over what is needed"),
+        (PEAK.replace("2.5", "'2.5'"), 2, "'peak' is '2.5'; a signature of PEAK needs it"),
+        (PEAK.replace("2.5", "true"), 2, "'peak' is True; a signature"),
+        (PEAK.replace("2.5", "1"), 2, "'peak' is 1; a signature"),
+        (PEAK.replace("2.5", "inf"), 2, "'peak' is inf; a signature"),
         ('title = "x"\n' + ENTRY, 1, "only [[issue]] tables belong here"),
         ('issue = "x"\n', 1, "only [[issue]] tables belong here, found another form of `issue`"),
         (ENTRY + f"level = {'1' * 5000}\n", 13, "a number of more than 4300 digits"),

@@ -86,6 +86,8 @@ def test_full_size_temporaries_are_seen_and_outputs_are_not(case: MoECase) -> No
     honest, wasteful = (answer(case.id, fault, Question.MEMORY) for fault in (None, LoadFault.FULL_SIZE_TEMPORARIES))
     assert honest.outcome is Outcome.PASS, honest.detail
     assert (wasteful.outcome, wasteful.signature) == (Outcome.NOT_IDENTICAL, "PEAK:conversion")
+    assert wasteful.margin is not None  # the ledger bounds it
+    assert wasteful.margin > 1
 
 
 @pytest.mark.parametrize(("fault", "text", "signature"), CAUGHT, ids=lambda value: getattr(value, "name", value))
