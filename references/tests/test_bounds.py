@@ -191,7 +191,7 @@ def test_powers_of_two_scale_exactly() -> None:
     assert torch.equal(interval.high, acc * 0.5)
 
 
-def test_a_scale_that_may_be_more_than_a_power_of_two_rounds_the_product():
+def test_a_scale_that_may_be_more_than_a_power_of_two_rounds_the_product() -> None:
     """Either order: (acc * w) * a is rounded twice, and only a scale known to be a power of two makes one of the roundings exact."""
     acc, w = torch.tensor([[8388607.0]], dtype=torch.float64), torch.tensor([1.0 + 2.0**-22], dtype=torch.float64)
     a = Interval(torch.tensor([[0.25]], dtype=torch.float64), torch.tensor([[0.25 + 2.0**-26]], dtype=torch.float64))
