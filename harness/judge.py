@@ -28,7 +28,7 @@ HALVES = 0.5  # a factor is established by its own statistics: it names the devi
 _RUNNERS_UP = 2
 _SEEN_TOGETHER = (  # one of the first and one of the second
     (Fault.BIAS_DROPPED, Fault.BIAS_NOT_PERMUTED, Fault.BIAS_READ_AS_16_BITS),
-    (Fault.ROUTER_WEIGHT_TWICE, Fault.ROUTER_WEIGHT_TWICE_ON_INPUT),
+    (Fault.ROUTER_WEIGHT_TWICE, Fault.ROUTER_WEIGHT_TWICE_ON_INPUT, Fault.W13_SCALES_IN_ORDER_OF_CHANNELS),
 )
 _SHOWN = 8  # gains per verdict
 
@@ -86,12 +86,12 @@ def judge(
     faults = [fault for fault in Fault if applicable(fault, case, recipe)]
     fits = fit(inputs, answer, actual, faults)
     whole = explanation(fits, inputs, actual)
-    if fits and whole is None:  # a lane may drop biases and weight its input twice: no one of them explains that
+    if fits and whole is None:  # a lane may drop biases and besides weight its input twice: no one of them explains that
         pairs = fit_two(inputs, answer, actual, *([f for f in faults if f in group] for group in _SEEN_TOGETHER))
         whole, fits = explanation(pairs, inputs, actual), (*pairs[:1], *fits)
     fits = tuple(sorted(fits, key=lambda each: (each != whole, each.residual)))[: 1 + _RUNNERS_UP]
     cause = whole or next((each for each in fits if each.residual <= EXPLAINS and has_interval(each, inputs)), None)
-    beyond = None if cause is None or cause == whole else left(cause, inputs, actual)
+    beyond = left(cause, inputs, actual) if cause is not None and cause != whole else None
     signature = _fault_signature(cause, beyond, inputs, answer, comparison) or _gain_signature(answer, actual, flagged) or _nearest(fits)
     if exact and not bool(torch.isfinite(actual).any()):  # lattices hold no faults apart that leave nothing finite
         signature = NOT_FINITE
@@ -106,7 +106,7 @@ def judge(
         pattern=where,
         gains=_gains(measured, flagged),
         fits=fits,
-        detail="" if cause is None or beyond is None else _beyond(cause, beyond),
+        detail=_beyond(cause, beyond) if cause is not None else "",
         signature=signature,
     )
 
@@ -204,7 +204,9 @@ def _fault_signature(cause: FaultFit | None, beyond: Left | None, inputs: Inputs
     return f"{cause.fault}@{'all' if cause.experts == every else ','.join(map(str, cause.experts))}{more}"
 
 
-def _beyond(cause: FaultFit, beyond: Left) -> str:
+def _beyond(cause: FaultFit, beyond: Left | None) -> str:
+    if beyond is None:
+        return f"all elements are among the results of a layer with {cause.fault}" if cause.residual > EXPLAINS else ""
     outside = f"{beyond.elements} of {beyond.of} elements are not among the results of a layer with {cause.fault}"
     return f"{outside}, and {beyond.groups} groups of them differ from it by a factor" if beyond.groups else outside
 

@@ -32,6 +32,7 @@ INTERPRETER, MARLIN, CUTLASS, EMULATION = Backend.INTERPRETER, Backend.MARLIN, B
 FLAT = MoECase.from_id("int8-channel-static-quark-silu-fp16-e4k2m8h128i64-balanced")
 WNA16 = MoECase.from_id("int4-group32-none-ct-silu-bf16-e4k2m8h128i64-balanced-bias")
 GPTQ = MoECase.from_id("int4-group32-none-gptq-silu-bf16-e5k3m3h192i96-balanced")
+AWQ = MoECase.from_id("uint4-group64-none-awq-silu-bf16-e4k2m8h128i64-balanced-bias")
 ON_INPUT = MoECase.from_id("e4m3fn-channel-dyntoken-ct-silu-bf16-e4k1m17h64i32-balanced-bias-norenorm-onin")
 VLLM = "0.33.0"
 """Of the ledger's entries."""
@@ -89,6 +90,7 @@ KNOWN = [
     (FLAT, FUSED, INTERPRETER, (Fault.W_SCALE_FLAT_INDEX,)),
     (WNA16, LAYER, INTERPRETER, (Fault.BIAS_DROPPED,)),
     (GPTQ, LAYER, EMULATION, (Fault.ZERO_POINTS_AS_STORED,)),
+    (AWQ, LAYER, MARLIN, (Fault.BIAS_DROPPED, Fault.W13_SCALES_IN_ORDER_OF_CHANNELS)),
     (ON_INPUT, LAYER, MARLIN, (Fault.BIAS_DROPPED, Fault.ROUTER_WEIGHT_TWICE_ON_INPUT)),
     (ON_INPUT, LAYER, CUTLASS, (Fault.BIAS_DROPPED, Fault.ROUTER_WEIGHT_TWICE)),
 ]
@@ -106,6 +108,13 @@ def test_a_second_fault_of_a_fiftieth_is_not_hidden(case: MoECase, entry: Entry,
     assert both.signature.endswith("+UNEXPLAINED")
     assert pair.standing(both) is Standing.FAILS_DIFFERENTLY
     assert "are not among the results of a layer with " in both.detail
+
+
+def test_no_entry_of_the_ledger_knows_what_is_unexplained_beside_a_fault() -> None:
+    beside = [f"{fault.name}{experts}+UNEXPLAINED" for fault in Fault for experts in ("", "@all", "@1,3")]
+    known = {pattern for issue in ledger.load().issues for pattern in issue.signature}
+    assert not [(pattern, name) for pattern in known for name in beside if ledger.matches(name, pattern)]
+    assert ledger.matches(beside[0], f"{Fault.ZERO_OUTPUT.name}*")
 
 
 CASES = {
@@ -197,6 +206,7 @@ def test_a_fault_within_roundings_explains_all_the_same() -> None:
     verdict = pair.judged(round_to(actual, pair.recipe.output).to(torch_dtype(pair.recipe.output)))
     assert verdict.signature == "ROUTER_WEIGHT_TWICE"
     assert verdict.fits[0].residual > EXPLAINS
+    assert verdict.detail == "all elements are among the results of a layer with ROUTER_WEIGHT_TWICE"
 
 
 def test_the_experts_that_a_fault_is_granted_to_are_the_ones_that_have_it() -> None:
