@@ -14,7 +14,7 @@ import torch
 
 from cases.gating import swiglu
 from harness.subject import vllm_compat
-from harness.subject.directory import write_directory
+from harness.subject.directory import PREFIX, write_directory
 from harness.subject.dtypes import TORCH
 from harness.subject.watch_loading import Watched, fill_parameters, watch_conversion
 from references.vocabulary import CheckpointFormat, Swiglu
@@ -62,7 +62,7 @@ def _register() -> None:
                 router_weight_on_input=sizes.moediff_router_weight_on_input,
                 swiglu=None if sizes.moediff_swiglu is None else Swiglu(**sizes.moediff_swiglu),
                 quantization=vllm_config.quant_config,
-                prefix="model.layers.0.mlp.experts",
+                prefix=PREFIX,
             )
             self.model.layers[0].mlp.experts = layer
             for told in _built:

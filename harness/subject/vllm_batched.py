@@ -10,8 +10,9 @@ A dispatch leaves garbage behind the rows of an expert: there the packed rows an
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -19,20 +20,22 @@ import torch
 
 from cases.case import ActScale, Routing
 from cases.gating import swiglu
-from harness.subject import Loaded, LoadFailed, Ran, RunFailed, SubjectUnavailable, modes, vllm_compat
+from harness.subject import Loaded, LoadFailed, SubjectUnavailable, modes, vllm_compat
+from harness.subject.device import settle
 from harness.subject.dtypes import TORCH
-from harness.subject.errors import verbatim
-from harness.subject.observe import watch
+from harness.subject.forward import forward
 from harness.subject.vllm_direct import BLOCK, quant_config, routing, stack
-from references.vocabulary import Format, Layout
+from harness.subject.vllm_loading import loading
+from references.vocabulary import Layout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import ModuleType
 
     from cases.batch import Batch
     from cases.case import MoECase
     from cases.checkpoint import Checkpoint
+    from harness.subject import Ran
     from harness.subject.modes import Mode
 
 _NEEDED = ("modular kernel", "batched rows", "moe config", "parallel config", "routing methods")
@@ -40,21 +43,16 @@ _DEEP_GEMM = "BatchedDeepGemmExperts"
 _CLASSES = {"deep_gemm": _DEEP_GEMM}  # by the backend that is forced; all others have Triton's
 _KEYS = "vllm.model_executor.layers.quantization.utils.quant_utils"
 _SPARE = 3  # rows of an expert that no token fills
-_WEIGHT_KEYS = {
-    (Format.E4M3FN, Layout.TENSOR): "kFp8StaticTensorSym",
-    (Format.E4M3FN, Layout.CHANNEL): "kFp8StaticChannelSym",
-    (Format.E4M3FN, Layout.BLOCK128): "kFp8Static128BlockSym",
-    (Format.INT8, Layout.TENSOR): "kInt8StaticTensorSym",
-    (Format.INT8, Layout.CHANNEL): "kInt8StaticChannelSym",
+_WEIGHT_KEYS = {  # vLLM's names of FP8 schemes; INT8's are the same but for the dtype
+    Layout.TENSOR: "kFp8StaticTensorSym",
+    Layout.CHANNEL: "kFp8StaticChannelSym",
+    Layout.BLOCK128: "kFp8Static128BlockSym",
 }
 _ACTIVATION_KEYS = {
-    (Format.E4M3FN, ActScale.STATIC_TENSOR): "kFp8StaticTensorSym",
-    (Format.E4M3FN, ActScale.DYNAMIC_TENSOR): "kFp8DynamicTensorSym",
-    (Format.E4M3FN, ActScale.DYNAMIC_TOKEN): "kFp8DynamicTokenSym",
-    (Format.E4M3FN, ActScale.DYNAMIC_GROUP128): "kFp8Dynamic128Sym",
-    (Format.INT8, ActScale.STATIC_TENSOR): "kInt8StaticTensorSym",
-    (Format.INT8, ActScale.DYNAMIC_TENSOR): "kInt8DynamicTensorSym",
-    (Format.INT8, ActScale.DYNAMIC_TOKEN): "kInt8DynamicTokenSym",
+    ActScale.STATIC_TENSOR: "kFp8StaticTensorSym",
+    ActScale.DYNAMIC_TENSOR: "kFp8DynamicTensorSym",
+    ActScale.DYNAMIC_TOKEN: "kFp8DynamicTokenSym",
+    ActScale.DYNAMIC_GROUP128: "kFp8Dynamic128Sym",
 }
 
 
@@ -64,6 +62,7 @@ class _Kernel:
 
     case: MoECase
     kernel: Any  # vLLM's modular kernel
+    experts: type  # vLLM's experts class
     w1: torch.Tensor
     w2: torch.Tensor
     activation: Any  # member of vLLM's MoEActivation
@@ -85,7 +84,8 @@ def load(case: MoECase, checkpoint: Checkpoint, device: str, backend: str = "bat
     """
     surface = vllm_compat.probe_surface()
     called = _CLASSES.get(backend, "BatchedTritonExperts")
-    if missing := [what for what in (*_NEEDED, called) if what not in surface]:
+    needed = (*_NEEDED, called, *(("DeepGEMM weights",) if called == _DEEP_GEMM else ()))
+    if missing := [what for what in needed if what not in surface]:
         raise SubjectUnavailable(f"vllm {surface.version} has no {missing[0]}: leave out --entry batched")
     dtype = TORCH[case.dtype]
     config = vllm_compat.vllm_config(
@@ -93,27 +93,23 @@ def load(case: MoECase, checkpoint: Checkpoint, device: str, backend: str = "bat
     )
     stacked = {name: tensor.to(device) for name, tensor in stack(case, checkpoint.tensors).items()}
     experts = surface[called]
-    _know_capture(importlib.import_module(experts.__module__))
     capacity = case.tokens + (0 if case.routing is Routing.SINGLE else _SPARE)
-    try:
-        with vllm_compat.current_config(config):
-            vllm_compat.prepare_process(device)
-            moe_config = _moe_config(case, dtype, capacity, device)
-            _ask(experts, moe_config, case)
-            if called == _DEEP_GEMM:
-                names = ("w1", "w2", "w1_scale", "w2_scale")
-                made = surface["DeepGEMM weights"](*(stacked[name] for name in names), tuple(BLOCK))
-                stacked |= dict(zip(names, made, strict=True))
-            ranks = {"max_num_tokens": capacity, "num_dispatchers": 1}
-            rows = surface["batched rows"](**ranks, num_local_experts=case.experts, rank=0)
-            rows.prepare = _spoilt(rows.prepare)
-            kernel = surface["modular kernel"](rows, experts(moe_config, quant_config(case, stacked), **ranks))
-    except LoadFailed:
-        raise
-    except Exception as error:
-        raise LoadFailed(verbatim(error)) from error
+    with loading() as stage, vllm_compat.current_config(config):
+        stage.choosing = False  # it is asked, below
+        vllm_compat.prepare_process(device)
+        moe_config = _moe_config(case, dtype, capacity, device)
+        _ask(experts, moe_config, case)
+        if called == _DEEP_GEMM:
+            names = ("w1", "w2", "w1_scale", "w2_scale")
+            made = surface["DeepGEMM weights"](*(stacked[name] for name in names), tuple(BLOCK))
+            stacked |= dict(zip(names, made, strict=True))
+        ranks = {"max_num_tokens": capacity, "num_dispatchers": 1}
+        rows = surface["batched rows"](**ranks, num_local_experts=case.experts, rank=0)
+        rows.prepare = _spoilt(rows.prepare)
+        kernel = surface["modular kernel"](rows, experts(moe_config, quant_config(case, stacked), **ranks))
+        settle(device)
     return Loaded(
-        handle=_Kernel(case, kernel, stacked["w1"], stacked["w2"], moe_config.activation, config, device),
+        handle=_Kernel(case, kernel, experts, stacked["w1"], stacked["w2"], moe_config.activation, config, device),
         quant_method=type(rows).__name__,
         experts_class=experts.__name__,
         parameters=stacked,
@@ -128,16 +124,9 @@ def run(loaded: Loaded, batch: Batch) -> Ran:
     """
     call = loaded.handle
     assert isinstance(call, _Kernel)
-    hidden_states = batch.hidden_states.to(call.device, copy=True)  # the router weight is multiplied into it
-    topk_weights, topk_ids = routing(call.case, batch)
-    with watch(SimpleNamespace(quant_method=SimpleNamespace(moe_kernel=call.kernel))) as seen:
-        try:
-            with vllm_compat.forward_context(call.config, hidden_states.shape[0]):
-                output = _function(call)(hidden_states, topk_weights.to(call.device), topk_ids.to(call.device))
-            output = output.detach().cpu().clone()
-        except Exception as error:
-            raise RunFailed(verbatim(error)) from error
-    return Ran(output=output, experts_class=seen.experts[0] if seen.experts else "", gemm_dtypes=tuple(seen.gemm_dtypes))
+    watched = SimpleNamespace(quant_method=SimpleNamespace(moe_kernel=call.kernel))
+    inputs = (batch.hidden_states, *routing(call.case, batch))
+    return forward(_function(call), inputs, config=call.config, device=call.device, watched=watched)
 
 
 def prepare(loaded: Loaded, batch: Batch, mode: Mode) -> Callable[[Batch], torch.Tensor]:
@@ -150,27 +139,38 @@ def prepare(loaded: Loaded, batch: Batch, mode: Mode) -> Callable[[Batch], torch
 def _function(call: _Kernel) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
     """(hidden_states, topk_weights, topk_ids) -> [M, H], under a forward context."""
     on_input, experts = call.case.router_weight_on_input, call.case.experts
+    module = importlib.import_module(call.experts.__module__)
 
     def function(hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
-        return call.kernel.apply(
-            hidden_states,
-            call.w1,
-            call.w2,
-            topk_weights=topk_weights,
-            topk_ids=topk_ids,
-            activation=call.activation,
-            global_num_experts=experts,
-            expert_map=None,
-            apply_router_weight_on_input=on_input,
-        )
+        with _knowing_capture(module):
+            return call.kernel.apply(
+                hidden_states,
+                call.w1,
+                call.w2,
+                topk_weights=topk_weights,
+                topk_ids=topk_ids,
+                activation=call.activation,
+                global_num_experts=experts,
+                expert_map=None,
+                apply_router_weight_on_input=on_input,
+            )
 
     return function
 
 
-def _know_capture(module: ModuleType) -> None:
-    """vLLM asks ``torch.Stream.is_capturing``, which a torch older than the one it requires lacks: there, ask torch.cuda the same."""
-    if hasattr(module, "_is_capturing_or_compiling") and not hasattr(torch.Stream, "is_capturing") and torch.cuda.is_available():
-        module._is_capturing_or_compiling = lambda: torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()
+@contextlib.contextmanager
+def _knowing_capture(module: ModuleType) -> Iterator[None]:
+    """vLLM asks ``torch.Stream.is_capturing``; of a torch older than the one it requires, which lacks that, torch.cuda is asked instead."""
+    name = "_is_capturing_or_compiling"
+    original = getattr(module, name, None)
+    if original is None or hasattr(torch.Stream, "is_capturing") or not torch.cuda.is_available():
+        yield
+        return
+    setattr(module, name, lambda: torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing())
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
 
 
 def _spoilt(prepare: Callable[..., Any]) -> Callable[..., Any]:
@@ -214,11 +214,11 @@ def _ask(experts: Any, moe_config: Any, case: MoECase) -> None:
     """Raises LoadFailed, refused, with the reason that the experts class gives."""
     keys = importlib.import_module(_KEYS)
 
-    def key(table: dict[Any, str], scale: Layout | ActScale) -> Any:
-        return getattr(keys, table[case.weight, scale]) if (case.weight, scale) in table else None
+    def key(name: str) -> Any:
+        return replace(getattr(keys, name), dtype=TORCH[case.weight])
 
-    supported, reason = experts.is_supported_config(
-        experts, moe_config, key(_WEIGHT_KEYS, case.weight_scale), key(_ACTIVATION_KEYS, case.act_scale), experts.activation_format()
-    )
+    weight = key(_WEIGHT_KEYS[case.weight_scale]) if case.quantized else None
+    activation = key(_ACTIVATION_KEYS[case.act_scale]) if case.act_scale is not ActScale.NONE else None
+    supported, reason = experts.is_supported_config(experts, moe_config, weight, activation, experts.activation_format())
     if not supported:
         raise LoadFailed(f"{experts.__name__}: {reason}", refused=True)

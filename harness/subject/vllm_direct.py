@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cases.case import ActScale
-from harness.subject import Loaded, LoadFailed, Ran, RunFailed, modes, vllm_compat
+from harness.subject import Loaded, modes, vllm_compat
 from harness.subject.dtypes import TORCH
-from harness.subject.errors import verbatim
-from harness.subject.observe import LEGACY, watch
+from harness.subject.forward import forward
+from harness.subject.observe import LEGACY
 from harness.subject.views import View, handed
+from harness.subject.vllm_loading import loading
 from references.vocabulary import Format, Layout
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from cases.batch import Batch
     from cases.case import MoECase
     from cases.checkpoint import Checkpoint
+    from harness.subject import Ran
     from harness.subject.modes import Mode
 
 BLOCK = [128, 128]
@@ -65,11 +67,10 @@ def load(case: MoECase, checkpoint: Checkpoint, device: str, views: Mapping[str,
     config = vllm_compat.vllm_config(
         "triton", dtype, experts=case.experts, top_k=case.top_k, hidden=case.hidden, intermediate=case.intermediate
     )
-    try:
+    with loading() as stage:
+        stage.choosing = False  # nothing is
         activation = surface["activation enum"](case.activation.value)
         made = quant_config(case, stacked)
-    except Exception as error:
-        raise LoadFailed(verbatim(error)) from error
     return Loaded(
         handle=_Call(case, stacked["w1"], stacked["w2"], made, activation, config, device),
         quant_method=LEGACY,
@@ -86,20 +87,8 @@ def run(loaded: Loaded, batch: Batch) -> Ran:
     """
     call = loaded.handle
     assert isinstance(call, _Call)
-    hidden_states = batch.hidden_states.to(call.device, copy=True)
-    topk_weights, topk_ids = routing(call.case, batch)
-    with watch(None) as seen:
-        try:
-            with vllm_compat.forward_context(call.config, hidden_states.shape[0]):
-                output = _function(call)(hidden_states, topk_weights.to(call.device), topk_ids.to(call.device))
-            output = output.detach().cpu().clone()
-        except Exception as error:
-            raise RunFailed(verbatim(error)) from error
-    return Ran(
-        output=output,
-        experts_class=seen.experts[0] if seen.experts else "",
-        gemm_dtypes=tuple(seen.gemm_dtypes),
-    )
+    inputs = (batch.hidden_states, *routing(call.case, batch))
+    return forward(_function(call), inputs, config=call.config, device=call.device, watched=None)
 
 
 def prepare(loaded: Loaded, batch: Batch, mode: Mode) -> Callable[[Batch], torch.Tensor]:

@@ -7,8 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cases.case import Entry, Origin
-from cases.gating import swiglu
-from harness.subject import Loaded, LoadFailed, Ran, RunFailed, SubjectError, SubjectUnavailable
+from harness.subject import Loaded, LoadFailed
+from harness.subject.loading import Depth
 from references.vocabulary import CheckpointFormat, Format, Layout
 
 if TYPE_CHECKING:
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from cases.batch import Batch
     from cases.case import MoECase
     from cases.checkpoint import Checkpoint
-    from harness.subject.loading import Depth, Loading
+    from harness.subject import Ran
+    from harness.subject.loading import Loading
     from harness.subject.modes import Mode
     from harness.subject.views import View
 
-PREFIX = "model.layers.0.mlp.experts"
 ONLINE = {
     (Format.E4M3FN, Layout.TENSOR): "fp8_per_tensor",
     (Format.E4M3FN, Layout.CHANNEL): "fp8_per_channel",
@@ -177,7 +177,7 @@ class VllmSubject:
         case: MoECase,
         checkpoint: Checkpoint,
         *,
-        depth: Depth | None = None,
+        depth: Depth = Depth.LAYER,
         sentinel: int | None = None,
         unfinished: bool = False,
     ) -> Loading:
@@ -189,7 +189,7 @@ class VllmSubject:
         from harness.subject import vllm_loading
         from harness.subject.hygiene import pristine
 
-        where = {"backend": forced(case, self.backend), "device": self.device, "depth": depth or vllm_loading.Depth.LAYER}
+        where = {"backend": forced(case, self.backend), "device": self.device, "depth": depth}
         with pristine():
             quantization = partial(_quantization, backend=self.backend)
             how = {"sentinel": sentinel, "unfinished": unfinished, "asked": asked(case, self.backend)}
@@ -201,20 +201,13 @@ class VllmSubject:
         Raises:
             LoadFailed: vLLM raised.
         """
-        from harness.subject import vllm_compat, vllm_loading
+        from harness.subject import vllm_loading
         from harness.subject.hygiene import pristine
-        from harness.subject.observe import planned_class
 
         where = {"backend": forced(case, self.backend), "device": self.device, "asked": asked(case, self.backend)}
         with pristine():
             module, config = vllm_loading.from_directory(case, checkpoint, damage, **where)
-        experts = vllm_compat.experts_of(module)
-        return Loaded(
-            handle=_Layer(case, module, config, self.device),
-            quant_method=type(experts.quant_method).__name__,
-            experts_class=planned_class(experts),
-            parameters={name: parameter.data for name, parameter in experts.named_parameters()},
-        )
+        return self._loaded(case, module, config)
 
     def as_rank(self, rank: int, ranks: int) -> AbstractContextManager[None]:
         """While entered, layers are built and loaded as that rank's; see harness/subject/loading.py."""
@@ -223,42 +216,23 @@ class VllmSubject:
         return vllm_compat.tensor_parallel(self.device, rank, ranks)
 
     def _load_layer(self, case: MoECase, checkpoint: Checkpoint) -> Loaded:
-        import torch
-
         from harness.subject import device, vllm_compat
-        from harness.subject.dtypes import TORCH
-        from harness.subject.errors import is_refusal, verbatim
+        from harness.subject.vllm_loading import built, loading
+
+        quantization, backend = partial(_quantization, backend=self.backend), forced(case, self.backend)
+        with (
+            loading() as stage,
+            built(case, checkpoint, quantization, backend=backend, device=self.device, stage=stage) as made,
+        ):
+            vllm_compat.load_weights(made.layer, made.quantization, checkpoint.tensors)
+            vllm_compat.finish_loading(made.layer, made.config)
+            device.settle(self.device)
+        return self._loaded(case, made.layer, made.config)
+
+    def _loaded(self, case: MoECase, module: torch.nn.Module, config: Any) -> Loaded:
+        from harness.subject import vllm_compat
         from harness.subject.observe import planned_class
 
-        dtype = TORCH[case.dtype]
-        sizes = {"experts": case.experts, "top_k": case.top_k, "hidden": case.hidden, "intermediate": case.intermediate}
-        config = vllm_compat.vllm_config(forced(case, self.backend), dtype, **sizes)
-        choosing = True
-        try:
-            with vllm_compat.current_config(config), torch.device(self.device):
-                vllm_compat.prepare_process(self.device)
-                torch.set_default_dtype(dtype)  # as the model loader does
-                quantization = _quantization(case, checkpoint, backend=self.backend)
-                module = vllm_compat.make_layer(
-                    **sizes,
-                    dtype=dtype,
-                    activation=case.activation.value,
-                    renormalize=case.renormalize,
-                    bias=case.bias,
-                    router_weight_on_input=case.router_weight_on_input,
-                    swiglu=swiglu(case),
-                    quantization=quantization,
-                    prefix=PREFIX,
-                )
-                choosing = False
-                vllm_compat.load_weights(module, quantization, checkpoint.tensors)
-                vllm_compat.finish_loading(module, config)
-                device.settle(self.device)
-        except (SubjectError, SubjectUnavailable):
-            raise
-        except Exception as error:
-            refused = choosing and is_refusal(error, vllm_compat.probe_surface().package)
-            raise LoadFailed(verbatim(error), refused=refused) from error
         experts = vllm_compat.experts_of(module)
         return Loaded(
             handle=_Layer(case, module, config, self.device),
@@ -269,22 +243,10 @@ class VllmSubject:
 
     def _run_layer(self, layer: _Layer, batch: Batch) -> Ran:
         from harness.subject import vllm_compat
-        from harness.subject.errors import verbatim
-        from harness.subject.observe import watch
+        from harness.subject.forward import forward
 
-        hidden_states = batch.hidden_states.to(layer.device, copy=True)  # an activation may work in place
-        router_logits = batch.router_logits.to(layer.device, copy=True)
-        with watch(vllm_compat.experts_of(layer.module)) as seen:
-            try:
-                with vllm_compat.forward_context(layer.config, hidden_states.shape[0]):
-                    output = layer.module(hidden_states, router_logits).detach().cpu().clone()
-            except Exception as error:
-                raise RunFailed(verbatim(error)) from error
-        return Ran(
-            output=output,
-            experts_class=seen.experts[0] if seen.experts else "",
-            gemm_dtypes=tuple(seen.gemm_dtypes),
-        )
+        inputs, watched = (batch.hidden_states, batch.router_logits), vllm_compat.experts_of(layer.module)
+        return forward(layer.module, inputs, config=layer.config, device=layer.device, watched=watched)
 
 
 def forced(case: MoECase, backend: str) -> str:

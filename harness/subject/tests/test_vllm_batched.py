@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,14 +15,14 @@ from cases.case import Entry, MoECase
 from cases.checkpoint import make_checkpoint
 from harness.backends import Backend, declared_refusal
 from harness.pipeline import run_pair
-from harness.subject import LoadFailed
+from harness.subject import LoadFailed, SubjectUnavailable, vllm_batched, vllm_compat
 from harness.verdict import Outcome
 
 if TYPE_CHECKING:
     from harness.subject.vllm_layer import VllmSubject
 
 pytestmark = pytest.mark.vllm
-SMALL = "e4k2m8h128i64-balanced"
+SMALL, BLOCKS = "e4k2m8h128i64-balanced", "e4k2m8h256i256-balanced"
 EXPERTS = "vllm.model_executor.layers.fused_moe.experts.fused_batched_moe"
 RUNS = [
     (f"bf16-none-none-plain-silu-bf16-{SMALL}", "bfloat16"),
@@ -45,15 +47,44 @@ def test_batched_experts_ran(subject: VllmSubject, text: str, dtype: str) -> Non
     assert bool(torch.isfinite(ran.output).all())
 
 
-@pytest.mark.parametrize("scheme", ["int8-channel-dyntoken", "int8-tensor-static", "e4m3fn-channel-static", "e4m3fn-channel-dyntensor"])
+@pytest.mark.parametrize(
+    "scheme",
+    ["int8-channel-dyntoken", "int8-tensor-static", "int8-block128-dyngroup128", "e4m3fn-channel-static", "e4m3fn-channel-dyntensor"],
+)
 def test_refused_in_vllms_words(subject: VllmSubject, scheme: str) -> None:
-    case = MoECase.from_id(f"{scheme}-raw-silu-bf16-{SMALL}")
+    case = MoECase.from_id(f"{scheme}-raw-silu-bf16-{BLOCKS if 'block' in scheme else SMALL}")
     declared = declared_refusal(case, Entry.BATCHED, Backend.BATCHED_TRITON)
     assert declared is not None
     with pytest.raises(LoadFailed) as failed:
         subject.load(case, Entry.BATCHED, make_checkpoint(case))
     assert failed.value.refused
     assert declared.matches(failed.value.detail)
+
+
+@pytest.mark.parametrize("lacking", ["BatchedDeepGemmExperts", "DeepGEMM weights", "batched rows"])
+def test_a_vllm_without_what_the_entry_needs_is_told(subject: VllmSubject, lacking: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = vllm_compat.probe_surface()
+    surface = replace(whole, found={name: value for name, value in whole.found.items() if name != lacking})
+    monkeypatch.setattr(vllm_compat, "probe_surface", lambda: surface)
+    case = MoECase.from_id("e4m3fn-block128-dyngroup128-raw-silu-bf16-e4k2m8h256i256-balanced")
+    with pytest.raises(SubjectUnavailable, match=f"has no {lacking}: leave out --entry batched"):
+        vllm_batched.load(case, make_checkpoint(case), "cpu", "deep_gemm")
+
+
+def test_what_an_older_torch_lacks_is_asked_of_torch_cuda_while_a_kernel_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    def original() -> bool:
+        raise AttributeError("'torch.Stream' object has no attribute 'is_capturing'")
+
+    cuda = SimpleNamespace(is_available=lambda: True, is_current_stream_capturing=lambda: True)
+    older = SimpleNamespace(Stream=object, cuda=cuda, compiler=SimpleNamespace(is_compiling=lambda: False))
+    module = SimpleNamespace(_is_capturing_or_compiling=original)
+    monkeypatch.setattr(vllm_batched, "torch", older)
+    with vllm_batched._knowing_capture(module):
+        assert module._is_capturing_or_compiling()
+    assert module._is_capturing_or_compiling is original
+    older.Stream = torch.Stream
+    with vllm_batched._knowing_capture(module):
+        assert (module._is_capturing_or_compiling is original) == hasattr(torch.Stream, "is_capturing")
 
 
 @pytest.mark.parametrize("routing", ["balanced", "single"])
