@@ -11,6 +11,7 @@ import torch
 
 from harness import expected, judge, relations_formats, relations_rows, relations_scales
 from harness.backends import declared_refusal, experts_expected
+from harness.explained import no_interval
 from harness.faults import Fault, applicable
 from harness.flat import flat_elements, memory_scales
 from harness.inject import Inputs, contributions, separable
@@ -164,7 +165,7 @@ def verdict(relation: Relation, setting: Setting, drive: Drive) -> Verdict:
 def identify(variant: Variant, actual: torch.Tensor) -> str:
     """The first fault of faults.py that predicts every element of ``actual``, as a signature; "" when none does.
 
-    A fault can lead out of the lattice: then every element lies in the interval of the faulty recipe.
+    A fault can lead out of the lattice: then every element lies in the interval of the faulty recipe, where it has one.
     """
     setting = variant.setting
     how, inputs = setting.recipe, inputs_of(setting)
@@ -210,7 +211,7 @@ def _predicts(fault: Fault, inputs: Inputs, actual: torch.Tensor) -> bool:
     output = round_to(contributions(fault, inputs, spy).sum(1), inputs.recipe.output)
     if bool(((output == actual) | _overflowed(output, actual)).all()):
         return True
-    return seen[-1] is not inputs and _inside(seen[-1], actual)  # a fault of the contributions has no intervals of its own
+    return no_interval(fault, inputs) is None and _inside(seen[-1], actual)
 
 
 def _inside(inputs: Inputs, actual: torch.Tensor) -> bool:
