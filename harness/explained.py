@@ -110,7 +110,8 @@ def explanation(fits: Iterable[FaultFit], inputs: Inputs, actual: torch.Tensor) 
     Those that leave more are asked last: roundings may be as large as a fault, which then leaves much and explains all the same.
     """
     every = tuple(fits)
-    close, far = (tuple(each for each in every if low < each.residual <= high) for low, high in ((-1.0, EXPLAINS), (EXPLAINS, NEAR)))
+    close = tuple(each for each in every if each.residual <= EXPLAINS)
+    far = tuple(each for each in every if EXPLAINS < each.residual < 1.0)
     whole = _first(close, inputs, actual)
     if whole is None and close and not any(has_interval(each, inputs) for each in close):
         return close[0]

@@ -13,6 +13,7 @@ from cases.checkpoint import make_checkpoint
 from harness import expected, judge
 from harness.backends import Backend
 from harness.compare import compare
+from harness.explained import NEAR
 from harness.faults import Fault, applicable, why_not
 from harness.fit import evaluate
 from harness.inject import Inputs, contributions, with_all
@@ -214,6 +215,17 @@ def test_a_fault_of_a_lane_that_the_fake_does_not_play_is_told_and_named(fault: 
 
     assert signature(None) == (Outcome.PASS, "")
     assert signature(fault) == (Outcome.MISMATCH, fault.name)
+
+
+def test_a_fault_of_tiny_results_is_named_beside_honest_roundings_that_are_larger() -> None:
+    inputs, checkpoint, batch = inputs_of(QUARTERS, Entry.LAYER, Backend.HUMMING), make_checkpoint(QUARTERS), make_batch(QUARTERS)
+    answer = expected.expected(QUARTERS, inputs.recipe, checkpoint, batch)
+    wrong = contributions(Fault.ROUNDED_AT_A_QUARTER, inputs, evaluate).sum(1)
+    row = int((wrong == answer.expected).all(1).nonzero()[0])
+    output = wrong.index_copy(0, torch.tensor([row]), answer.high[row : row + 1]).to(torch_dtype(answer.output))
+    verdict = judge.judge(QUARTERS, inputs.recipe, checkpoint, batch, answer, output, compare(answer, output))
+    assert verdict.signature == "ROUNDED_AT_A_QUARTER"
+    assert verdict.fits[0].residual > NEAR
 
 
 def test_float32_biases_read_as_16_bits_come_from_the_wrong_expert_too() -> None:
