@@ -9,9 +9,9 @@ import torch
 
 from references.accumulators import tf32
 from references.formats import round_to, saturate
-from references.quantize import dynamic_scale, quantize_activations, quantize_weights, symmetric
+from references.quantize import dynamic_scale, quantize_weights, symmetric
 from references.scales import GROUP, group_amax, groups, over_columns
-from references.vocabulary import Accumulator, ActQuant, Format, Layout, Quotient, Recipe, WeightQuant
+from references.vocabulary import Accumulator, Format, Layout, Quotient, Recipe, WeightQuant
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,9 +37,18 @@ def for_kernel(matrix: Matrix, recipe: Recipe) -> Matrix:
 
 
 def _fp8_of_row(matrix: Matrix, scale: torch.Tensor) -> Matrix:
-    """quant_utils.py, convert_bf16_scales_to_fp8: E4M3 of the scale over 1 / 448 of its row's largest, and of an eighth of that."""
-    how = ActQuant(format=Format.E4M3FN, layout=Layout.TOKEN, dynamic=True, scale_floor=FP8_SCALE_FLOOR, quotient=Quotient.DIVIDE)
-    quantized = quantize_activations(scale, how)
+    """quant_utils.py, convert_bf16_scales_to_fp8: E4M3 of the scale over 1 / 448 of its row's largest, and of an eighth of that.
+
+    input_quant_fp8.py, QuantFP8.forward_native: torch operations on the GPU, where tensor / number multiplies by 1 / number.
+    """
+    how = WeightQuant(
+        format=Format.E4M3FN,
+        layout=Layout.CHANNEL,
+        scale_floor=FP8_SCALE_FLOOR,
+        quotient=Quotient.RECIPROCAL,
+        scale_by_reciprocal=True,
+    )
+    quantized = quantize_weights(scale, how)
     return replace(matrix, scale=round_to(quantized.codes / 8.0, Format.E4M3FN), outer=quantized.scale * 8.0)
 
 

@@ -57,14 +57,25 @@ def test_fp8_scales_of_a_row_are_what_torch_casts_to() -> None:
     how = plain(weight_scale_fp8=True, weight_store=Format.E4M3FN)
     held = for_kernel(made, how).multiplied_out()
     assert made.scale is not None
-    row = (made.scale.float().amax(1, keepdim=True) / 448.0).clamp_min(1.0 / (448.0 * 512.0))
-    first = (made.scale.float() / row).to(torch.float8_e4m3fn).float()
+    row = (made.scale.float().amax(1, keepdim=True) * torch.tensor(1.0 / 448.0)).clamp_min(1.0 / (448.0 * 512.0))
+    first = (made.scale.float() * row.reciprocal()).to(torch.float8_e4m3fn).float()
     eighths = (first / 8.0).to(torch.float8_e4m3fn).float()
     products = (made.codes.float() * eighths.repeat_interleave(128, 1)).to(torch.float8_e4m3fn)
     assert torch.equal(held.codes, products.double())
     assert held.scale is not None
     assert torch.equal(held.scale, (row * 8.0).double())
     assert not torch.equal(held.codes, made.codes * eighths.double().repeat_interleave(128, 1))  # products do round
+
+
+def test_an_fp8_scale_half_way_between_two_falls_as_on_a_gpu() -> None:
+    """Seen on an H200: 248, half-way between 240 and 256 by division, becomes 240, for the row's scale is multiplied out of 1 / 448."""
+    codes = torch.ones(1, 256, dtype=torch.float64)
+    scale = torch.tensor([[21.0 * 2.0**-11, 93.0 * 2.0**-14]], dtype=torch.float64)
+    made = Matrix(codes=codes, low=codes, high=codes, format=Format.INT4, scale=scale, bias=None, width=128)
+    held = for_kernel(made, plain(weight_scale_fp8=True, weight_store=Format.E4M3FN))
+    assert scale[0, 1] / (scale[0, 0] / 448.0) == 248.0
+    assert held.scale is not None
+    assert held.scale.tolist() == [[56.0, 30.0]]
 
 
 @pytest.mark.parametrize("bias", [None, torch.linspace(-2.0, 2.0, 6)])
