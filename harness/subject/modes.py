@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import inspect
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -155,23 +157,29 @@ def _unused(pool: str) -> int:
 
 @contextlib.contextmanager
 def operand_swaps(allowed: bool) -> Iterator[list[bool]]:
-    """Whether each GEMM that is asked swaps its operands, appended as it is asked; not ``allowed``: Triton's never does."""
+    """Whether each GEMM swaps its operands, appended as it is asked (Triton) or told (CUTLASS); not ``allowed``: Triton's never does."""
     seen: list[bool] = []
     with contextlib.ExitStack() as stack:
         for owner, name in vllm_compat.swap_choices():
             original = getattr(owner, name)
-
-            def choose(*args: Any, _original: Any = original, **kwargs: Any) -> Any:
-                answer = _original(*args, **kwargs)
-                if answer is None:  # CUTLASS: told, not asked
-                    seen.append(bool(args[-1]))
-                    return None
-                seen.append(answer and allowed)
-                return seen[-1]
-
-            setattr(owner, name, choose)
+            setattr(owner, name, _telling(original, allowed, seen))
             stack.callback(setattr, owner, name, original)
         yield seen
+
+
+def _telling(original: Callable[..., Any], allowed: bool, seen: list[bool]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        answer = original(*args, **kwargs)
+        if answer is None:
+            seen.append(bool(signature.bind(*args, **kwargs).arguments["swap_ab"]))
+            return None
+        seen.append(bool(answer and allowed))
+        return seen[-1]
+
+    return choose
 
 
 def free_bytes() -> int:

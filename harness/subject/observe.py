@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -47,7 +48,7 @@ def watch(experts_module: torch.nn.Module | None) -> Iterator[Observed]:
         for module in _importers(_LAUNCHERS, len(sys.modules)):
             for name in _LAUNCHERS:
                 if hasattr(module, name):
-                    stack.enter_context(_wrapped(module, name, lambda a, *_: seen.gemm_dtypes.append(_name(a))))
+                    stack.enter_context(_wrapped(module, name, lambda a: seen.gemm_dtypes.append(_name(a))))
         yield seen
 
 
@@ -83,13 +84,15 @@ def _importers(names: tuple[str, ...], loaded: int) -> list[Any]:
 
 
 @contextlib.contextmanager
-def _wrapped(owner: Any, name: str, record: Callable[..., None]) -> Iterator[None]:
-    """``owner.name`` calling ``record`` first; the attribute is put back, or removed where it was inherited."""
+def _wrapped(owner: Any, name: str, record: Callable[[Any], None]) -> Iterator[None]:
+    """``owner.name`` telling ``record`` its first argument, by position or by name, before it begins; the attribute is put back, or removed
+    where it was inherited."""
     original, own = getattr(owner, name), name in vars(owner)
+    first = next(iter(inspect.signature(original).parameters))
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        record(*(args or tuple(kwargs.values())))
+        record(args[0] if args else kwargs.get(first))
         return original(*args, **kwargs)
 
     setattr(owner, name, wrapper)
