@@ -18,8 +18,9 @@ def eager_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
 
 
+@pytest.mark.vllm  # torch's compiler imports triton, which the interpreter lane must be prepared for
 @pytest.mark.parametrize("off", [False, True])
-def test_a_compiler_that_is_switched_off_is_no_pass(eager_backend: None, off: bool) -> None:
+def test_a_compiler_that_is_switched_off_is_no_pass(interpreter: None, eager_backend: None, off: bool) -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
