@@ -67,7 +67,12 @@ class Left:
 
 def no_interval(fault: Fault, inputs: Inputs) -> str | None:
     """Why nothing can be derived of a layer that has ``fault``; None where its interval is the reference's."""
-    return None if fault in _UNLESS and _UNLESS[fault](inputs) else NO_INTERVAL.get(fault)
+    return None if of_the_lane(fault, inputs) else NO_INTERVAL.get(fault)
+
+
+def of_the_lane(fault: Fault, inputs: Inputs) -> bool:
+    """Whether the lane is known to have ``fault``, wherever it can: also where it is too small to have to be caught."""
+    return fault in _UNLESS and _UNLESS[fault](inputs)
 
 
 def has_interval(fit: FaultFit, inputs: Inputs) -> bool:

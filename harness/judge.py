@@ -12,7 +12,7 @@ from cases.case import MoECase
 from cases.checkpoint import Checkpoint
 from harness import expected
 from harness.compare import Comparison, show
-from harness.explained import EXPLAINS, NEAR, Left, explanation, has_interval, left
+from harness.explained import EXPLAINS, NEAR, Left, explanation, has_interval, left, of_the_lane
 from harness.faults import Fault, applicable
 from harness.fit import affected, fit, fit_two, gain_residual
 from harness.gains import Gain, Gains, Group, gains
@@ -83,7 +83,7 @@ def judge(
             signature="" if outcome is Outcome.PASS else outcome.value,
         )
     inputs = _inputs(case, recipe, checkpoint, batch, answer)
-    faults = [fault for fault in Fault if applicable(fault, case, recipe)]
+    faults = [fault for fault in Fault if applicable(fault, case, recipe) or of_the_lane(fault, inputs)]
     fits = fit(inputs, answer, actual, faults)
     whole = explanation(fits, inputs, actual)
     if fits and whole is None:  # a lane may drop biases and besides weight its input twice: no one of them explains that

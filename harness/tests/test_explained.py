@@ -209,6 +209,15 @@ def test_a_fault_within_roundings_explains_all_the_same() -> None:
     assert verdict.detail == "all elements are among the results of a layer with ROUTER_WEIGHT_TWICE"
 
 
+def test_what_a_lane_is_known_to_do_is_asked_where_it_is_too_small_to_have_to_be_caught() -> None:
+    """Two experts, a router weight of 0.998: beside biases in another order, seen on an H200."""
+    pair = Pair(MoECase.from_id("e4m3fn-tensor-static-vllmfp8-gelu-fp16-e2k1m1h256i128-single-bias-norenorm-onin"), LAYER, MARLIN)
+    faults = (Fault.BIAS_NOT_PERMUTED, Fault.ROUTER_WEIGHT_TWICE_ON_INPUT)
+    assert not applicable(faults[1], pair.case, pair.recipe)
+    assert pair.judged(pair.stored(pair.numbers(*faults))).signature == "BIAS_NOT_PERMUTED+ROUTER_WEIGHT_TWICE_ON_INPUT"
+    assert pair.judged(pair.stored(pair.numbers(faults[0]))).signature == "BIAS_NOT_PERMUTED@all"
+
+
 def test_the_experts_that_a_fault_is_granted_to_are_the_ones_that_have_it() -> None:
     pair = Pair(WNA16, LAYER)
     inputs, whole = pair.inputs(), FaultFit(fault="BIAS_DROPPED", experts=(0, 1, 2, 3), residual=0.0)
