@@ -53,7 +53,7 @@ def again(record: Record, run: Path, known: Ledger) -> Record:
     pair = Pair(parse_case(record.case), parse_entry(record.entry))
     if record.kind == KINDS[0] and not record.relation and verdict.outcome in _OF_THE_OUTPUT:
         output = _kept(record, run)
-        if output is not None and _is_about(verdict, output):
+        if output is not None and _is_about(verdict, output) and _known_here(record, pair, backend):
             verdict = verdict_of(pair, backend, output)
     judged = judged_by(
         known if record.environment.get("subject", VLLM).startswith(VLLM) else Ledger(issues=()),
@@ -72,6 +72,15 @@ def again(record: Record, run: Path, known: Ledger) -> Record:
         ledger=judged.issue.id if judged.issue else "",
         link=judged.issue.link if judged.issue else "",
     )
+
+
+def _known_here(record: Record, pair: Pair, backend: Backend) -> bool:
+    """Whether the recipe that ran is the one of today: what is installed decides it, and what runs there need not be installed here."""
+    ran, here = record.ran.get("recipe"), recipe(pair.case, pair.entry, backend).name
+    if ran in (None, here):
+        return True
+    sys.stdout.write(f"{record.pair}: ran as {ran}, which is {here} with what is installed here; {_STANDS}\n")
+    return False
 
 
 def _kept(record: Record, run: Path) -> torch.Tensor | None:

@@ -90,6 +90,13 @@ def test_a_mismatch_of_another_run_than_the_one_kept_stands(run: Path) -> None:
         assert rejudge.again(told, run, ledger.Ledger(issues=())).verdict.outcome is outcome
 
 
+def test_what_ran_by_another_recipe_than_here_stands(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for ran, outcome in (("triton-modular", Outcome.PASS), ("triton-modular+ue8m0", Outcome.MISMATCH)):
+        told = replace(_record(CASE), ran={"recipe": ran})
+        assert rejudge.again(told, run, ledger.Ledger(issues=())).verdict.outcome is outcome
+    assert "ran as triton-modular+ue8m0, which is triton-modular with what is installed here" in capsys.readouterr().out
+
+
 def test_what_was_only_loaded_is_judged_as_loading_and_a_fake_by_no_ledger(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[bool, bool]] = []
 
