@@ -26,8 +26,13 @@ def narrowed(tuning: str, size: int) -> str:
 
 
 def compile_what_runs() -> None:
-    """Idempotent. A vLLM that hands its ranges over in another way compiles them all."""
-    module = importlib.import_module(_MODULE)
+    """Idempotent. A vLLM that hands its ranges over in another way, or elsewhere, compiles them all."""
+    try:
+        module = importlib.import_module(_MODULE)
+    except ModuleNotFoundError as error:
+        if f"{_MODULE}.".startswith(f"{error.name}."):
+            return
+        raise
     for _, experts in inspect.getmembers(module, inspect.isclass):
         method = vars(experts).get(_METHOD)
         if method is not None and not hasattr(method, "__wrapped__"):

@@ -76,6 +76,7 @@ _WORDS = ("auto_gptq", "gptq_marlin", "auto_awq", "awq_marlin", "moe_wna16")
 _CLAIMANTS = (*_WORDS, "modelopt", "modelopt_fp4", "modelopt_mxfp8", "gpt_oss_mxfp4")
 
 _BUILT_IN = ("swigluoai", "swiglustep")
+_UNUSUAL = {"renormalize": False, "has_bias": True, "apply_router_weight_on_input": True}  # no layer is so unless told
 LAYER_ARGUMENTS = ("num_experts", "top_k", "hidden_size", "intermediate_size", "quant_config", "prefix", "activation")
 ARCHITECTURE = "MoediffForCausalLM"
 
@@ -331,9 +332,13 @@ def make_layer(
     router_weight_on_input: bool,
     quantization: Any | None,
     prefix: str,
-    swiglu: Any = None,  # references.vocabulary.Swiglu
+    swiglu: Swiglu | None = None,
 ) -> torch.nn.Module:
-    """The runner (or layer) that a model would build, under the current config."""
+    """The runner (or layer) that a model would build, under the current config.
+
+    Raises:
+        SubjectUnavailable: this vLLM's layer cannot be told what makes this one another than the plainest.
+    """
     factory = probe_surface()["layer factory"]
     gated = not activation.endswith("_no_mul")
     required = {
@@ -353,8 +358,11 @@ def make_layer(
         "reduce_results": False,
         # a layer without a gate has its only projection in w1's place
         "ckpt_names": ("gate_proj", "down_proj", "up_proj") if gated else ("up_proj", "down_proj", None),
-        **activation_parameters(activation, swiglu),
+        **(said := activation_parameters(activation, swiglu)),
     }
+    needed = [name for name, value in optional.items() if name in said or value is _UNUSUAL.get(name, ...)]
+    if lacking := [name for name in needed if name not in parameters(factory)]:
+        raise SubjectUnavailable(f"{factory.__name__} of vllm {probe_surface().version} takes no {', '.join(lacking)}; leave out this case")
     return call(factory, required, optional)
 
 

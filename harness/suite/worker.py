@@ -18,10 +18,10 @@ from harness.load_ledger import LOAD, judge_loading, judge_question
 from harness.loading import Question
 from harness.pairs import repeat
 from harness.relations import Relation
-from harness.subject import HasModes, OnDevice, TakesViews
+from harness.subject import HasModes, OnDevice, SubjectUnavailable, TakesViews
 from harness.subject.loading import Loads
 from harness.suite import outputs, subjects
-from harness.verdict import LOST, Outcome
+from harness.verdict import LOST, Outcome, Verdict
 from reports.records import Record, Recorder, RecordsUnwritable, Start, Status, broke
 
 if TYPE_CHECKING:
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from harness.subject import Loaded, Ran, Subject
     from harness.subject.views import View
     from harness.suite.options import Options
-    from harness.verdict import Verdict
-
 
 _KINDS = {Relation: "exact relation", Question: "loading check", Bad: "loading check", DeviceCheck: "device check"}
 
@@ -129,6 +127,8 @@ class Worker:
                 verdict = self._device_verdict(verdict.detail) or verdict
         except RecordsUnwritable:
             raise
+        except SubjectUnavailable as error:  # this vLLM cannot be told what the case asks for
+            verdict = Verdict(outcome=Outcome.UNAVAILABLE, claim=str(error), detail=str(error))
         except Exception as error:  # the device's, where its answer came late; else ours: recorded, then shown with its traceback
             text = f"{type(error).__name__}: {error}"
             told = self._device_verdict(text)

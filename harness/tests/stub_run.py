@@ -3,7 +3,7 @@
 Pairs pass in no time and without torch, except those whose position in the level the environment names:
 STUB_FAIL (MISMATCH), STUB_KILL (SIGKILL while "running"), STUB_RAISE (an exception of the pipeline), STUB_LOSE (an illegal memory
 access: whatever runs later in that process fails too), STUB_LATE (the same, seen only when the harness reads the output),
-STUB_MEMORY (out of memory);
+STUB_MEMORY (out of memory), STUB_UNDRIVEN (the subject cannot be told what the case asks);
 STUB_UNAVAILABLE=1, STUB_TELL=1, STUB_LEDGER=<file>; STUB_SLOW=<seconds a pair takes>; STUB_FULL=<bytes a file may have>.
 """
 
@@ -78,6 +78,8 @@ def run_pair(case: MoECase, entry: Entry, backend: Backend, subject: Any) -> Stu
         return StubResult(
             Verdict(outcome=Outcome.LOAD_ERROR, claim="it loads", detail="OutOfMemoryError: CUDA out of memory.", signature="OutOf")
         )
+    if position == os.environ.get("STUB_UNDRIVEN"):
+        raise SubjectUnavailable("this vllm takes no has_bias; leave out this case")
     if position == os.environ.get("STUB_RAISE"):
         raise RuntimeError("the stub's pipeline broke")
     if position == os.environ.get("STUB_FAIL"):

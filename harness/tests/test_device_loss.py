@@ -57,6 +57,16 @@ def test_out_of_memory_is_recorded_with_its_stage_and_the_worker_goes_on(tmp_pat
     assert {record.worker for record in ended.records.values()} == {"gw0"}
 
 
+def test_a_case_that_this_vllm_cannot_be_told_of_is_a_record_and_the_run_goes_on(tmp_path: Path) -> None:
+    ended = pytest_run(tmp_path, "-n1", *some(4), STUB_UNDRIVEN="1")
+    assert ended.code == 1
+    told = ended.records.pop(SMOKE[1])
+    assert (told.verdict.outcome, told.status) == (Outcome.UNAVAILABLE, Status.NEW)
+    assert {record.verdict.outcome for record in ended.records.values()} == {Outcome.PASS}
+    assert "takes no has_bias; leave out this case" in ended.text
+    assert "Traceback" not in ended.text + ended.errors
+
+
 @pytest.mark.parametrize(
     ("detail", "memory"),
     [

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from harness.subject import SubjectUnavailable, vllm_compat
+from references.vocabulary import Swiglu
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -79,6 +80,26 @@ def test_a_vllm_that_cannot_be_imported(stand_in: SimpleNamespace) -> None:
 
 def test_optional_arguments_are_passed_where_taken() -> None:
     assert vllm_compat.call(lambda a, b=2: (a, b), {"a": 1}, {"b": 3, "c": 4}) == (1, 3)
+
+
+PLAIN = {"experts": 2, "top_k": 1, "hidden": 8, "intermediate": 8, "dtype": None, "quantization": None, "prefix": ""}
+USUAL = {"renormalize": True, "bias": False, "router_weight_on_input": False, "activation": "silu"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "lacking"),
+    [
+        ({"renormalize": False}, "renormalize"),
+        ({"bias": True, "router_weight_on_input": True}, "has_bias, apply_router_weight_on_input"),
+        ({"swiglu": Swiglu(limit=7.0)}, "swiglu_limit"),
+    ],
+)
+def test_a_layer_that_cannot_be_told_what_a_case_asks_is_not_built(
+    stand_in: SimpleNamespace, asked: dict[str, object], lacking: str
+) -> None:
+    assert vllm_compat.make_layer(**PLAIN, **USUAL) is None  # type: ignore[arg-type]
+    with pytest.raises(SubjectUnavailable, match=f"^factory of vllm 9.9 takes no {lacking}; leave out this case$"):
+        vllm_compat.make_layer(**PLAIN, **(USUAL | asked))  # type: ignore[arg-type]
 
 
 @pytest.mark.vllm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -40,3 +41,13 @@ def test_every_class_that_prepares_is_patched_once(monkeypatch: pytest.MonkeyPat
     prepared, nothing = Experts().prepare_humming_moe_kwargs(20)
     assert json.loads(str(prepared["tuning_config"])) == [[0, 64, {"block": 64}]]
     assert nothing is None
+
+
+def test_a_vllm_without_these_experts_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(humming_intervals, "_MODULE", "no_such_package.experts")
+    compile_what_runs()
+    (tmp_path / "lacks_something.py").write_text("import no_such_package")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(humming_intervals, "_MODULE", "lacks_something")
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+        compile_what_runs()
