@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -62,8 +63,8 @@ def cache_directory() -> Path:
 
 
 def path_of(functions: tuple[str, ...], directory: Path) -> Path:
-    """Where the stub with these functions is kept."""
-    return directory / f"libcuda-{hashlib.sha256(source(functions).encode()).hexdigest()[:16]}.so"
+    """Where the stub with these functions is kept; machines of several architectures may share a home."""
+    return directory / f"libcuda-{platform.machine()}-{hashlib.sha256(source(functions).encode()).hexdigest()[:16]}.so"
 
 
 def require() -> None:
@@ -101,15 +102,23 @@ def load_stub(functions: tuple[str, ...] = FUNCTIONS) -> None:
     """Load the stub so that later ``dlopen`` calls find its soname and its symbols.
 
     Raises:
-        SubjectUnavailable: no compiler, or a compiler that fails.
+        SubjectUnavailable: no compiler, a compiler that fails, or nowhere to load what it made from.
     """
-    directory = cache_directory()
     try:
-        path = build(functions, directory)
-    except OSError:  # a read-only home: use a private directory and forget it, a loaded object needs no file
-        with tempfile.TemporaryDirectory() as private:
-            ctypes.CDLL(str(build(functions, Path(private))), mode=ctypes.RTLD_GLOBAL)
-        return
+        _load(build(functions, cache_directory()))
+    except OSError:  # a home that is read-only, full or damaged: use a private directory and forget it, a loaded object needs no file
+        try:
+            with tempfile.TemporaryDirectory() as private:
+                _load(build(functions, Path(private)))
+        except OSError as error:
+            raise SubjectUnavailable(
+                f"the libcuda stub can be built and loaded neither in {cache_directory()} nor in a temporary directory ({error}); "
+                "let XDG_CACHE_HOME or TMPDIR name a directory that can be written and holds programs"
+            ) from error
+
+
+def _load(path: Path) -> None:
+    """Raises OSError."""
     ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 

@@ -65,6 +65,27 @@ def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch: pytest.Monk
     assert ctypes.CDLL(None).cuMoediffProbe() == libcuda.NO_DEVICE
 
 
+def test_a_damaged_file_is_done_without_and_another_machines_is_not_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    functions = ("cuMoediffDamaged",)
+    (tmp_path / "moediff").mkdir()
+    libcuda.path_of(functions, tmp_path / "moediff").write_bytes(b"\x7fELF, and then the disk was full")
+    libcuda.load_stub(functions)
+    assert ctypes.CDLL(None).cuMoediffDamaged() == libcuda.NO_DEVICE
+    here = libcuda.path_of(functions, tmp_path)
+    monkeypatch.setattr(libcuda.platform, "machine", lambda: "another")
+    assert libcuda.path_of(functions, tmp_path) != here
+
+
+def test_nowhere_to_load_from_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(f"{path.name}: failed to map segment from shared object")
+
+    monkeypatch.setattr(libcuda, "_load", refuse)
+    with pytest.raises(SubjectUnavailable, match=r"failed to map segment .* let XDG_CACHE_HOME or TMPDIR name a directory"):
+        libcuda.load_stub(("cuInit",))
+
+
 def test_an_extension_that_wants_more_gets_more() -> None:
     program = (
         "import sys, types\n"
