@@ -155,7 +155,6 @@ _LIBDEVICE: dict[str, Callable[..., np.ndarray]] = {
     "floor": np.floor,
     "ceil": np.ceil,
     "trunc": np.trunc,
-    "fabs": np.abs,
     "exp": np.exp,
     "exp2": np.exp2,
     "log": np.log,
@@ -164,23 +163,25 @@ _LIBDEVICE: dict[str, Callable[..., np.ndarray]] = {
     "tanh": np.tanh,
     "erf": lambda x: torch.erf(torch.from_numpy(np.ascontiguousarray(x))).numpy(),
     "pow": np.power,
-    "fmin": np.fmin,
-    "fmax": np.fmax,
 }
+_LIBDEVICE_TAKES = ("fp32", "fp64", "int32")  # the last pow only, as its exponent
 
 
 def fill_libdevice() -> bool:
-    """libdevice functions get no semantic object inside the interpreter and have no implementation there."""
+    """libdevice functions get no semantic object inside the interpreter and have no implementation there. What they do not take on a GPU
+    raises TypeError here."""
     import triton.language.extra.cuda.libdevice as cuda_libdevice
     from triton.language.extra import libdevice
 
     if getattr(cuda_libdevice.round, "moediff", False):
         return False
 
-    def wrap(function: Callable[..., np.ndarray]) -> Callable[..., object]:
+    def wrap(name: str, function: Callable[..., np.ndarray]) -> Callable[..., object]:
         def call(*args: object, _semantic: object = None) -> object:
             tensors = [interpreter.interpreter_semantic.to_tensor(arg) for arg in args]
-            dtype = next(tensor.dtype for tensor in tensors)
+            dtype, *others = (tensor.dtype for tensor in tensors)
+            if dtype.scalar.name not in _LIBDEVICE_TAKES[:2] or any(other.scalar.name not in _LIBDEVICE_TAKES for other in others):
+                raise TypeError(f"libdevice.{name} takes fp32 and fp64, not {', '.join(tensor.dtype.scalar.name for tensor in tensors)}")
             data = function(*(tensor.handle.data for tensor in tensors)).astype(interpreter._get_np_dtype(dtype))
             shaped = max(tensors, key=lambda tensor: tensor.handle.data.size)
             return tl.core.tensor(Handle(data, dtype), shaped.type)
@@ -189,7 +190,7 @@ def fill_libdevice() -> bool:
         return call
 
     for name, function in _LIBDEVICE.items():
-        wrapped = wrap(function)
+        wrapped = wrap(name, function)
         setattr(cuda_libdevice, name, wrapped)
         setattr(libdevice, name, wrapped)
     return True

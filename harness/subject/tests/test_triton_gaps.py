@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -125,6 +127,24 @@ def test_libdevice_round_goes_half_away_from_zero(kernels: ModuleType) -> None:
     out = torch.zeros(8)
     _one_program(kernels.rounded, x, out, n=8)
     assert out.tolist() == [1.0, 2.0, 3.0, -1.0, -3.0, 0.0, 8388609.0, -1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int32])
+def test_libdevice_takes_what_it_takes_on_a_gpu(kernels: ModuleType, dtype: torch.dtype) -> None:
+    x = torch.tensor([0.5, 1.5, 2.5, -0.5, -2.5, 1.0, 8.0, -1.5])
+    with pytest.raises(Exception, match=r"libdevice.round takes fp32 and fp64, not (bf16|fp16|fp8e4nv|int32)"):
+        _one_program(kernels.rounded, x.to(dtype), torch.zeros(8), n=8)
+    out = torch.zeros(8, dtype=torch.float64)
+    _one_program(kernels.rounded, x.double(), out, n=8)
+    assert out.tolist() == [1.0, 2.0, 3.0, -1.0, -3.0, 1.0, 8.0, -2.0]
+
+
+def test_libdevice_has_no_function_here_that_it_has_not_on_a_gpu() -> None:
+    from harness.subject.interpreter import triton_gaps
+
+    names = "import triton.language.extra.cuda.libdevice as d; print(*vars(d))"
+    there = subprocess.run([sys.executable, "-c", names], capture_output=True, text=True, check=True).stdout.split()
+    assert set(triton_gaps._LIBDEVICE) <= set(there)
 
 
 def test_math_functions_work_inside_nested_functions(kernels: ModuleType) -> None:
