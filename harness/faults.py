@@ -63,6 +63,7 @@ class Fault(Enum):
     W13_CHANNEL_ROLLED = "an output channel of w13 takes the scale of the channel before it"
     W2_CHANNEL_ROLLED = "an output channel of w2 takes the scale of the channel before it"
     W13_SCALES_IN_ORDER_OF_CHANNELS = "group scales of w13 lie as Marlin lays out those of whole channels, and are read as groups'"
+    W13_SCALES_IN_ORDER_OF_GROUPS = "channel scales of w13 lie as Marlin lays out those of groups, and are read as channels'"
     SMALL_SCALES_FLUSHED = "E8M0 weight scales below 2^-14, the smallest normal number of fp16, are zero"
     ROUNDED_AT_A_QUARTER = "results of fp16 GEMMs are rounded at a quarter of their value and multiplied by 4: two bits less below 2^-12"
     ZERO_POINTS_IGNORED = "the middle of the code range stands for every zero point"
@@ -192,6 +193,11 @@ def _one_group_of_w2_and_more_of_w13(case: MoECase) -> bool:
     return is_packed(case) and case.weight in INTEGERS and width is not None and case.intermediate <= width < case.hidden
 
 
+def _one_group_of_w13_and_more_of_w2(case: MoECase) -> bool:
+    width = case.weight_scale.width
+    return is_packed(case) and case.weight in INTEGERS and width is not None and case.hidden <= width < case.intermediate
+
+
 def _humming_mx(case: MoECase, recipe: Recipe) -> bool:
     fp16 = recipe.name.startswith("humming") and case.dtype is Format.FP16
     return fp16 and is_packed(case) and scale_format(case) is Format.E8M0
@@ -282,6 +288,10 @@ _RULES: dict[Fault, tuple[Rule, ...]] = {
     Fault.W13_SCALES_IN_ORDER_OF_CHANNELS: (
         _marlin,
         _needs(_one_group_of_w2_and_more_of_w13, "not WNA16 with one group of w2's columns and several of w13's"),
+    ),
+    Fault.W13_SCALES_IN_ORDER_OF_GROUPS: (
+        _marlin,
+        _needs(_one_group_of_w13_and_more_of_w2, "not WNA16 with one group of w13's columns and several of w2's"),
     ),
     Fault.SMALL_SCALES_FLUSHED: (_flushed,),
     Fault.ROUNDED_AT_A_QUARTER: (_quartered, _needs(lambda case: not case.bias, "biases are far above 2^-12, and round results once more")),

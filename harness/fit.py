@@ -41,15 +41,17 @@ def fit(inputs: Inputs, answer: Answer, actual: torch.Tensor, candidates: Iterab
     return tuple(sorted(fits, key=lambda each: each.residual))
 
 
-def fit_two(inputs: Inputs, answer: Answer, actual: torch.Tensor, first: Iterable[Fault], second: Iterable[Fault]) -> tuple[FaultFit, ...]:
-    """Every fault of ``first`` together with every one of ``second``, both everywhere; the best explanation first."""
+def fit_together(inputs: Inputs, answer: Answer, actual: torch.Tensor, groups: Iterable[Iterable[Fault]]) -> tuple[FaultFit, ...]:
+    """One fault each of two or more of ``groups`` at once, everywhere; the best explanation first."""
+    each_or_none = [(None, *group) for group in groups]
+    together = [tuple(fault for fault in chosen if fault is not None) for chosen in itertools.product(*each_or_none)]
     seen = _Seen.of(answer, actual)
     before = seen.excess(answer.expected)
     fits = []
-    for pair in itertools.product(first, second):
-        faulty = with_all(pair, inputs, evaluate).sum(1)
+    for faults in (each for each in together if len(each) > 1):
+        faulty = with_all(faults, inputs, evaluate).sum(1)
         left = seen.excess(faulty).over(before)
-        fits.append(FaultFit(fault="+".join(fault.name for fault in pair), experts=(), residual=left))
+        fits.append(FaultFit(fault="+".join(fault.name for fault in faults), experts=(), residual=left))
     return tuple(sorted(fits, key=lambda each: each.residual))
 
 

@@ -13,7 +13,7 @@ import torch
 from harness.faults import TILE, Fault
 from harness.inject_gains import channel_gain, expert_gain
 from harness.inject_humming import QUARTER, as_e5m0
-from harness.inject_marlin import in_order_of_channels, read_as_16_bits, unpermuted
+from harness.inject_marlin import in_order_of_channels, in_order_of_groups, read_as_16_bits, unpermuted
 from harness.inject_router import twice_on_input, twice_on_output
 from harness.inject_zero_points import less_the_middle, less_the_stored
 from references.formats import decode
@@ -198,8 +198,8 @@ def _in_marlins_order(matrix: Matrix, bias: torch.Tensor | None, halves: int) ->
     return matrix if bias is None else replace(matrix, bias=unpermuted(bias, halves))
 
 
-def _in_order_of_channels(inputs: Inputs, e: int, matrix: Matrix) -> Matrix:
-    return _rescaled(matrix, torch.cat([in_order_of_channels(half) for half in _scale(matrix).chunk(_halves(inputs))]))
+def _in_order(of: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Inputs, int, Matrix], Matrix]:
+    return lambda inputs, e, matrix: _rescaled(matrix, torch.cat([of(half) for half in _scale(matrix).chunk(_halves(inputs))]))
 
 
 def _read_as_16_bits(name: str) -> Callable[[Inputs, int, Matrix], Matrix]:
@@ -240,7 +240,8 @@ _PER_EXPERT: dict[Fault, PerExpert] = {
     Fault.BLOCK_OFF_BY_ONE: _both(_w13(_scaled(lambda s: s.roll(1, 1))), _w2(_scaled(lambda s: s.roll(1, 1)))),
     Fault.W13_CHANNEL_ROLLED: _w13(_scaled(lambda scale: scale.roll(1, 0))),
     Fault.W2_CHANNEL_ROLLED: _w2(_scaled(lambda scale: scale.roll(1, 0))),
-    Fault.W13_SCALES_IN_ORDER_OF_CHANNELS: _w13(_in_order_of_channels),
+    Fault.W13_SCALES_IN_ORDER_OF_CHANNELS: _w13(_in_order(in_order_of_channels)),
+    Fault.W13_SCALES_IN_ORDER_OF_GROUPS: _w13(_in_order(in_order_of_groups)),
     Fault.ZERO_POINTS_IGNORED: _both(_w13(_middle_zero_points), _w2(_middle_zero_points)),
     Fault.ZERO_POINTS_AS_STORED: _both(
         _w13(lambda inputs, e, m: _recoded(m, less_the_stored(m.codes))), _w2(lambda inputs, e, m: _recoded(m, less_the_stored(m.codes)))

@@ -36,6 +36,14 @@ def in_order_of_channels(scale: torch.Tensor) -> torch.Tensor:
     return got.flatten(0, 1)[: scale.shape[0]]
 
 
+def in_order_of_groups(scale: torch.Tensor) -> torch.Tensor:
+    """[N, 1] as each channel gets it: laid out in the order of group scales, read in that of channels'. Padded to whole tiles of 64."""
+    tiles = torch.nn.functional.pad(scale, (0, 0, 0, -scale.shape[0] % 64)).reshape(-1, 64, scale.shape[1])
+    got = torch.empty_like(tiles)
+    got[:, [32 * tile + channel for tile in (0, 1) for channel in _ORDER]] = tiles[:, list(_GROUP_ORDER)]
+    return got.flatten(0, 1)[: scale.shape[0]]
+
+
 def read_as_16_bits(biases: torch.Tensor, expert: int, fmt: Format) -> torch.Tensor:
     """[N] float64: float32 ``biases`` [E, N] read as if they were of ``fmt``, little-endian, expert ``expert``'s N of them."""
     size = biases.shape[1]

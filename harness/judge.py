@@ -12,9 +12,9 @@ from cases.case import MoECase
 from cases.checkpoint import Checkpoint
 from harness import expected
 from harness.compare import Comparison, show
-from harness.explained import EXPLAINS, NEAR, Left, explanation, has_interval, left, of_the_lane
+from harness.explained import EXPLAINS, NEAR, Left, explanation, has_interval, left, no_interval, of_the_lane
 from harness.faults import Fault, applicable
-from harness.fit import affected, fit, fit_two, gain_residual
+from harness.fit import affected, fit, fit_together, gain_residual
 from harness.gains import Gain, Gains, Group, gains
 from harness.inject import Inputs
 from harness.pattern import pattern
@@ -26,9 +26,10 @@ from references.vocabulary import Recipe
 
 HALVES = 0.5  # a factor is established by its own statistics: it names the deviation when it is the larger part of it
 _RUNNERS_UP = 2
-_SEEN_TOGETHER = (  # one of the first and one of the second
+_SEEN_TOGETHER = (  # at most one of each
     (Fault.BIAS_DROPPED, Fault.BIAS_NOT_PERMUTED, Fault.BIAS_READ_AS_16_BITS),
-    (Fault.ROUTER_WEIGHT_TWICE, Fault.ROUTER_WEIGHT_TWICE_ON_INPUT, Fault.W13_SCALES_IN_ORDER_OF_CHANNELS),
+    (Fault.ROUTER_WEIGHT_TWICE, Fault.ROUTER_WEIGHT_TWICE_ON_INPUT),
+    (Fault.W13_SCALES_IN_ORDER_OF_CHANNELS, Fault.W13_SCALES_IN_ORDER_OF_GROUPS),
 )
 _SHOWN = 8  # gains per verdict
 
@@ -86,9 +87,10 @@ def judge(
     faults = [fault for fault in Fault if applicable(fault, case, recipe) or of_the_lane(fault, inputs)]
     fits = fit(inputs, answer, actual, faults)
     whole = explanation(fits, inputs, actual)
-    if fits and whole is None:  # a lane may drop biases and besides weight its input twice: no one of them explains that
-        pairs = fit_two(inputs, answer, actual, *([f for f in faults if f in group] for group in _SEEN_TOGETHER))
-        whole, fits = explanation(pairs, inputs, actual), (*pairs[:1], *fits)
+    if fits and whole is None:  # a lane may drop biases and weight its input twice: no one of them explains that
+        groups = [[f for f in faults if f in group and no_interval(f, inputs) is None] for group in _SEEN_TOGETHER]
+        together = fit_together(inputs, answer, actual, groups)
+        whole, fits = explanation(together, inputs, actual), (*together[:1], *fits)
     fits = tuple(sorted(fits, key=lambda each: (each != whole, each.residual)))[: 1 + _RUNNERS_UP]
     cause = whole or next((each for each in fits if each.residual <= EXPLAINS and has_interval(each, inputs)), None)
     beyond = left(cause, inputs, actual) if cause is not None and cause != whole else None

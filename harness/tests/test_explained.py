@@ -33,6 +33,7 @@ FLAT = MoECase.from_id("int8-channel-static-quark-silu-fp16-e4k2m8h128i64-balanc
 WNA16 = MoECase.from_id("int4-group32-none-ct-silu-bf16-e4k2m8h128i64-balanced-bias")
 GPTQ = MoECase.from_id("int4-group32-none-gptq-silu-bf16-e5k3m3h192i96-balanced")
 AWQ = MoECase.from_id("uint4-group64-none-awq-silu-bf16-e4k2m8h128i64-balanced-bias")
+THREE = MoECase.from_id("uint4-group128-none-awq-gelu_tanh-fp16-e3k1m129h128i256-balanced-bias-norenorm-onin")
 ON_INPUT = MoECase.from_id("e4m3fn-channel-dyntoken-ct-silu-bf16-e4k1m17h64i32-balanced-bias-norenorm-onin")
 VLLM = "0.33.0"
 """Of the ledger's entries."""
@@ -91,6 +92,12 @@ KNOWN = [
     (WNA16, LAYER, INTERPRETER, (Fault.BIAS_DROPPED,)),
     (GPTQ, LAYER, EMULATION, (Fault.ZERO_POINTS_AS_STORED,)),
     (AWQ, LAYER, MARLIN, (Fault.BIAS_DROPPED, Fault.W13_SCALES_IN_ORDER_OF_CHANNELS)),
+    (
+        THREE,
+        LAYER,
+        MARLIN,
+        (Fault.BIAS_DROPPED, Fault.ROUTER_WEIGHT_TWICE_ON_INPUT, Fault.W13_SCALES_IN_ORDER_OF_GROUPS),
+    ),
     (ON_INPUT, LAYER, MARLIN, (Fault.BIAS_DROPPED, Fault.ROUTER_WEIGHT_TWICE_ON_INPUT)),
     (ON_INPUT, LAYER, CUTLASS, (Fault.BIAS_DROPPED, Fault.ROUTER_WEIGHT_TWICE)),
 ]

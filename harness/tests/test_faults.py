@@ -19,7 +19,7 @@ from harness.fit import evaluate
 from harness.inject import Inputs, contributions, with_all
 from harness.inject_gains import gained, target
 from harness.inject_humming import as_e5m0
-from harness.inject_marlin import in_order_of_channels, read_as_16_bits, unpermuted
+from harness.inject_marlin import in_order_of_channels, in_order_of_groups, read_as_16_bits, unpermuted
 from harness.message import _fits
 from harness.recipes import recipe
 from harness.subject.fake import FakeSubject
@@ -33,6 +33,7 @@ CHANNEL = MoECase.from_id("int8-channel-static-quark-silu-fp32-e4k2m8h128i64-bal
 BLOCK = MoECase.from_id("e4m3fn-block128-dyngroup128-quark-silu-bf16-e4k2m8h384i256-balanced")
 TENSOR = MoECase.from_id("e4m3fn-tensor-static-quark-silu-fp32-e4k2m8h128i64-balanced")
 MARLIN = MoECase.from_id("e4m3fn-tensor-static-quark-silu-bf16-e4k2m8h128i64-balanced-bias")
+MARLIN_GROUP = MoECase.from_id("int8-group128-none-ct-silu-bf16-e5k3m3h128i256-balanced")
 MARLIN_GROUPS = MoECase.from_id("int4-group128-none-ct-silu-bf16-e5k3m3h256i128-balanced")
 HUMMING = MoECase.from_id("e4m3fn-group32-dyngroup32-online-silu-fp16-e4k2m8h128i64-skewed-bias")
 QUARTERS = MoECase.from_id("e2m1-group32-none-quark-gelu_tanh-fp16-e8k2m33h256i128-single")
@@ -178,6 +179,8 @@ def test_group_scales_in_the_order_of_channel_scales_arrive_where_marlin_looks_f
     assert torch.equal(got[:, 1], got[:, 0] + 1000)
     assert sorted(got[:64, 0].tolist()) == list(range(64))
     assert int((in_order_of_channels(rows[:32] + 1)[:, 0] == 0).sum()) == 16  # padded to a tile: zeros come to channels
+    assert torch.equal(in_order_of_groups(got[:64]), rows[:64])  # the one undoes the other
+    assert [in_order_of_groups(rows)[i, 0].item() for i in (0, 1, 8, 9)] == [0, 8, 16, 24]
     inputs = inputs_of(MARLIN_GROUPS, Entry.LAYER, Backend.MARLIN)
     wrong = faulty(Fault.W13_SCALES_IN_ORDER_OF_CHANNELS, inputs)
     assert torch.equal(scales(wrong, "w2"), scales(inputs, "w2"))
@@ -199,6 +202,7 @@ def test_small_scales_are_flushed_and_large_ones_stay_at_the_largest() -> None:
     ("fault", "case", "lane"),
     [
         (Fault.W13_SCALES_IN_ORDER_OF_CHANNELS, MARLIN_GROUPS, Backend.MARLIN),
+        (Fault.W13_SCALES_IN_ORDER_OF_GROUPS, MARLIN_GROUP, Backend.MARLIN),
         (Fault.SMALL_SCALES_FLUSHED, HUMMING, Backend.HUMMING),
         (Fault.ROUNDED_AT_A_QUARTER, QUARTERS, Backend.HUMMING),
     ],
@@ -253,7 +257,7 @@ def test_every_fault_that_applies_can_be_evaluated_and_moves_the_reference(fault
     moved = 0
     here = [(case, inputs_of(case)) for case in (CHANNEL, BLOCK, TENSOR, TOKEN, replace(CHANNEL, bias=True, renormalize=False))]
     on_input = replace(MARLIN, top_k=1, renormalize=False, router_weight_on_input=True)
-    there = [(case, inputs_of(case, Entry.LAYER, Backend.MARLIN)) for case in (MARLIN, on_input, MARLIN_GROUPS)]
+    there = [(case, inputs_of(case, Entry.LAYER, Backend.MARLIN)) for case in (MARLIN, on_input, MARLIN_GROUPS, MARLIN_GROUP)]
     there += [(case, inputs_of(case, Entry.LAYER, Backend.HUMMING)) for case in (HUMMING, QUARTERS)]
     of_layers = [(case, inputs_of(case, Entry.LAYER)) for case in (ZERO_POINTS, SYMMETRIC, NIBBLES, LIMITED)]
     for case, inputs in (*here, *there, *of_layers):
