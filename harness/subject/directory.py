@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 PREFIX = "model.layers.0.mlp.experts"
 SHARDS = 3
-_STACKS = ("weight", "weight_scale", "weight_scale_inv")  # stacked, these are what vLLM maps: gate_up_proj, gate_up_proj_scale, ...
 
 
 def write_directory(folder: Path, case: MoECase, checkpoint: Checkpoint, config: Mapping[str, Any], depth: Depth) -> None:
@@ -37,11 +36,6 @@ def write_directory(folder: Path, case: MoECase, checkpoint: Checkpoint, config:
         save_file(shard, folder / name, metadata={"format": "pt"})
     index = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-
-
-def stackable(case: MoECase, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether vLLM reads the layer's tensors stacked: three dimensions each, no biases (fused_moe/routed_experts.py, load_weights)."""
-    return all(name.rpartition(".")[2] in _STACKS and tensor.dim() == 2 for name, tensor in tensors.items())
 
 
 def stacked(case: MoECase, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

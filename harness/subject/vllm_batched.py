@@ -130,7 +130,7 @@ def run(loaded: Loaded, batch: Batch) -> Ran:
 
 
 def prepare(loaded: Loaded, batch: Batch, mode: Mode) -> Callable[[Batch], torch.Tensor]:
-    """See harness/subject/modes.py."""
+    """As harness/subject/modes.py says. Raises RunFailed."""
     call = loaded.handle
     assert isinstance(call, _Kernel)
     return modes.prepare(call.config, _function(call), lambda each: (each.hidden_states, *routing(call.case, each)), batch, mode)

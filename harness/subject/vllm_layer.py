@@ -123,13 +123,17 @@ class VllmSubject:
         return device.recover()
 
     def poison(self, byte: int) -> None:
-        """See harness/subject/modes.py, as for the four below."""
+        """Memory of the device that is handed out next holds ``byte``. Raises RuntimeError when it does not."""
         from harness.subject import modes
 
         modes.poison(byte)
 
     def prepare(self, loaded: Loaded, batch: Batch, mode: Mode) -> Callable[[Batch], torch.Tensor]:
-        """Raises RunFailed."""
+        """Execute ``loaded`` in another way, prepared on ``batch``; called with a batch of its shape: output [M, H] on the CPU.
+
+        Raises:
+            RunFailed: vLLM raised, here or when the result is called.
+        """
         if not isinstance(loaded.handle, _Layer):
             from harness.subject import vllm_batched, vllm_direct
 
@@ -140,19 +144,19 @@ class VllmSubject:
         return modes.prepare(layer.config, lambda *each: layer.module(*each), lambda b: (b.hidden_states, b.router_logits), batch, mode)
 
     def scale_in_place(self, loaded: Loaded, factor: float) -> tuple[str, ...]:
-        """Names of the tensors."""
+        """Multiply every weight scale of ``loaded`` by ``factor``, a power of two, in place; names of the tensors."""
         from harness.subject import modes
 
         return modes.scale_in_place(loaded, factor)
 
     def operand_swaps(self, allowed: bool) -> AbstractContextManager[list[bool]]:
-        """What was chosen, as it is chosen."""
+        """While entered, whether each FP8 GEMM swaps its operands is appended; not ``allowed``: Triton's never does."""
         from harness.subject import modes
 
         return modes.operand_swaps(allowed)
 
     def free_bytes(self) -> int:
-        """Of the device."""
+        """Bytes of the device that this process may still take."""
         from harness.subject import modes
 
         return modes.free_bytes()
