@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cases.case import ActScale, Origin
+from harness import marlin_shapes
 from harness.backends import SPECS, Backend
 from harness.families import Family, family
 from harness.recipes_cuda import ALL_FP32, FP8_TOKEN_FLOOR, HUMMING_SCALE_FLOOR, placed, split
@@ -108,7 +109,8 @@ def _marlin(recipe: Recipe, case: MoECase) -> Recipe:
 
 def _humming(recipe: Recipe, case: MoECase, backend: Backend) -> Recipe:
     """16-bit activations wherever scales are grouped and Humming may choose; W4A8 has FP8 ones by name, and 8-bit integers cannot meet the
-    FP8 ones that humming-a8 asks for, but INT8 ones. Sums of groups of 8-bit products are scaled and added in fp32."""
+    FP8 ones that humming-a8 asks for, but INT8 ones. Sums of groups of 8-bit products are scaled and added in fp32. moe_wna16's layers
+    never hear what is asked for: ``oracle/int_wna16.py`` hands the conversion an empty ``HummingInputSchema``."""
     weight_only = replace(
         _weight_only(recipe, case, "humming"),
         gate_store=None,
@@ -116,7 +118,7 @@ def _humming(recipe: Recipe, case: MoECase, backend: Backend) -> Recipe:
         global_scale=GlobalScale.SUMS,
         split_store=split(case, 4),
     )
-    int8 = backend is Backend.HUMMING_A8 and case.weight is Format.INT8
+    int8 = backend is Backend.HUMMING_A8 and case.weight is Format.INT8 and not marlin_shapes.moe_wna16(case)
     if family(case) is not Family.W4A8 and not int8:
         return placed(weight_only, RouterWeight.SUM)
     act = ActQuant(

@@ -65,6 +65,18 @@ def test_humming_quantizes_activations_where_it_may_not_choose() -> None:
     assert how("int4-group128-none-ct-silu-bf16-e4k2m8h128i128-balanced", Backend.HUMMING_A8).a1 is None
 
 
+def test_layers_of_moe_wna16_keep_16_bit_activations_on_humming_a8() -> None:
+    """Seen on an H200: int8-group32 GPTQ of 96 by 160, whose output is the weight-only one to the last bit."""
+    by_marlins_sizes, others = (
+        "int8-group32-none-gptq-silu-bf16-e4k2m8h128i64-balanced",
+        "int8-group32-none-gptq-silu-bf16-e3k1m129h96i160-single",
+    )
+    own, handed_on = (recipe(MoECase.from_id(each), Entry.LAYER, Backend.HUMMING_A8) for each in (by_marlins_sizes, others))
+    assert own.a1 is not None
+    assert own.a1.format is Format.INT8
+    assert handed_on == recipe(MoECase.from_id(others), Entry.LAYER, Backend.HUMMING)
+
+
 def test_the_emulation_divides_approximately_on_a_gpu_only() -> None:
     case = "e2m1-group16-dyngroup16-ct-silu-bf16-e4k2m8h128i64-balanced"
     for backend, quotient in ((Backend.EMULATION, Quotient.ANY), (Backend.TRITON, Quotient.ANY), (Backend.INTERPRETER, Quotient.DIVIDE)):
