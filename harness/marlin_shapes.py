@@ -14,7 +14,7 @@ def fits(case: MoECase) -> bool:
 
 
 def moe_wna16(case: MoECase) -> bool:
-    """Whether AutoGPTQ's or AutoAWQ's method hands the layer to moe_wna16: Marlin's kernels do not fit it, also where Humming is asked for."""
+    """Whether AutoGPTQ's or AutoAWQ's method hands the layer to moe_wna16: where Marlin's kernels do not fit it, Humming asked for or not."""
     return case.checkpoint in (CheckpointFormat.GPTQ, CheckpointFormat.AWQ) and not fits(case)
 
 
