@@ -57,6 +57,7 @@ def make_layer(quantization: object) -> Any:
             renormalize=True,
             bias=False,
             router_weight_on_input=False,
+            swiglu=None,
             quantization=quantization,
             prefix="model.layers.0.mlp.experts",
         )
