@@ -124,6 +124,14 @@ def test_no_entry_of_the_ledger_knows_what_is_unexplained_beside_a_fault() -> No
     assert ledger.matches(beside[0], f"{Fault.ZERO_OUTPUT.name}*")
 
 
+def test_every_fault_that_the_ledger_knows_in_dense_pairs_has_an_interval() -> None:
+    dense = [pattern for issue in ledger.load().issues if issue.outcome is Outcome.MISMATCH for pattern in issue.signature]
+    known = {Fault[name] for pattern in dense for name in pattern.partition("@")[0].split("+")}
+    by_lane = {Fault.ROUTER_WEIGHT_TWICE, Fault.ROUTER_WEIGHT_TWICE_ON_INPUT}  # where they are seen
+    assert by_lane <= known
+    assert not (known - by_lane) & set(NO_INTERVAL)
+
+
 CASES = {
     "int8 channels": (FLAT, FUSED),
     "int8 tensors": (MoECase.from_id("int8-tensor-static-quark-silu-fp16-e4k2m8h128i64-balanced-norenorm"), FUSED),
