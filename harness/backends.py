@@ -12,13 +12,18 @@ from enum import StrEnum
 
 from cases.case import Entry, MoECase, Origin
 from cases.packed import is_packed
-from harness import claims, families, refusals_batched, refusals_cuda, refusals_packed
+from harness import claims, families, refusals_batched, refusals_cuda, refusals_flashinfer, refusals_packed
+from harness.architectures import ARCHITECTURES, Architecture
 from harness.claims import (
+    AITER,
     BLOCK,
     CHANNEL_TOKEN,
     CT,
     DEEP_GEMM,
     EVERY,
+    FLASHINFER_CUTLASS,
+    FLASHINFER_TRTLLM,
+    FLASHINFER_TRTLLM_FP8,
     FLOATS,
     GATED,
     HALVES,
@@ -31,24 +36,19 @@ from harness.claims import (
     Claim,
     claim,
 )
+from harness.installed import compute_capability
 from harness.refusals import (
     BY_THE_METHOD,
     CT_FP8_DYNAMIC_TENSOR,
     FUSED_SILU_FP32,
-    HALF,
     Refusal,
-    at_layer,
     fp8,
     fused_silu_quantizer,
-    int8,
     not_supported,
     only_for,
     quark_int8_static,
-    refuses_fp32,
-    scheme,
 )
-from harness.refusals_cuda import GATED_ONLY
-from references.vocabulary import Activation, Format
+from references.vocabulary import Activation, Format, Layout
 
 
 class UnknownBackend(ValueError):
@@ -104,10 +104,8 @@ class BackendSpec:
 
 _TRITON_REFUSALS = (*BY_THE_METHOD, CT_FP8_DYNAMIC_TENSOR, FUSED_SILU_FP32)
 _TRITON_CLASSES = {Entry.LAYER: frozenset({"TritonExperts"}), Entry.FUSED_EXPERTS: frozenset({"fused_experts"})}
+_BF16 = frozenset({Format.BF16})
 _BATCHED_CLASSES = {Entry.BATCHED: frozenset({"BatchedTritonExperts"})}
-
-_FI_TRTLLM = frozenset({Activation.SILU, Activation.RELU2_NO_MUL})
-_FI_CUTLASS = frozenset({Activation.SILU, Activation.GELU_TANH, Activation.RELU2_NO_MUL})
 
 
 def _elsewhere(moe_backend: str, experts: str, architectures: tuple[str, ...], modules: tuple[tuple[str, ...], ...] = ()) -> BackendSpec:
@@ -152,7 +150,7 @@ SPECS: dict[Backend, BackendSpec] = {
     Backend.CUTLASS: BackendSpec(
         moe_backend="cutlass",
         expert_classes={Entry.LAYER: frozenset({"CutlassExpertsFp8"})},
-        architectures=("sm90", "sm100"),
+        architectures=("sm90", "sm100", "sm120"),
         claims=(claim(CT, TENSOR_STATIC, CHANNEL_TOKEN, activations=GATED), claim(ONLINE, CHANNEL_TOKEN, activations=GATED)),
         refusals=refusals_cuda.CUTLASS,
     ),
@@ -194,9 +192,7 @@ SPECS: dict[Backend, BackendSpec] = {
         expert_classes={Entry.LAYER: frozenset({"DeepGemmExperts"}), Entry.BATCHED: frozenset({"BatchedDeepGemmExperts"})},
         architectures=("sm90", "sm100", "sm120"),
         modules=(("deep_gemm", "vllm.third_party.deep_gemm"),),
-        claims=tuple(
-            claim(which, BLOCK, activations=DEEP_GEMM, dtypes=frozenset({Format.BF16})) for which in (CT, QUARK, VLLM_FP8, ONLINE)
-        ),
+        claims=tuple(claim(which, BLOCK, activations=DEEP_GEMM, dtypes=_BF16) for which in (CT, QUARK, VLLM_FP8, ONLINE)),
         refusals=(*refusals_cuda.DEEP_GEMM, *refusals_batched.BATCHED_DEEP_GEMM),
     ),
     Backend.FLASHINFER_CUTLASS: BackendSpec(
@@ -205,28 +201,14 @@ SPECS: dict[Backend, BackendSpec] = {
         architectures=("sm90", "sm100", "sm120"),
         modules=(("flashinfer",),),
         claims=(
-            claim(CT, TENSOR_STATIC, BLOCK, activations=_FI_CUTLASS),
-            claim(QUARK, TENSOR_STATIC, BLOCK, activations=_FI_CUTLASS),
-            claim(VLLM_FP8, TENSOR_STATIC, BLOCK, activations=_FI_CUTLASS),
-            claim(MODELOPT, TENSOR_STATIC, activations=_FI_CUTLASS),
-            claim(ONLINE, BLOCK, activations=_FI_CUTLASS),
+            claim(CT, TENSOR_STATIC, BLOCK, activations=FLASHINFER_CUTLASS),
+            claim(QUARK, TENSOR_STATIC, BLOCK, activations=FLASHINFER_CUTLASS),
+            claim(VLLM_FP8, TENSOR_STATIC, BLOCK, activations=FLASHINFER_CUTLASS),
+            claim(MODELOPT, TENSOR_STATIC, activations=FLASHINFER_CUTLASS),
+            claim(ONLINE, BLOCK, activations=FLASHINFER_CUTLASS),
         ),
-        unquantized=(_FI_CUTLASS, FLOATS),
-        refusals=(
-            *BY_THE_METHOD,
-            *only_for(("unquantized", "FP8"), "flashinfer_cutlass"),
-            not_supported(
-                lambda c: not int8(c) and c.activation not in _FI_CUTLASS,
-                "FlashInfer's CUTLASS kernels know silu, gelu_tanh and relu2",
-                "MoEActivation",
-            ),
-            not_supported(
-                lambda c: fp8(c) and (c.weight, *scheme(c)) not in (TENSOR_STATIC, BLOCK),
-                "FlashInfer's CUTLASS kernels take static per-tensor and block scales",
-                "quantization scheme",
-            ),
-            refuses_fp32("."),
-        ),
+        unquantized=(FLASHINFER_CUTLASS, FLOATS),
+        refusals=refusals_flashinfer.FLASHINFER_CUTLASS,
     ),
     Backend.FLASHINFER_TRTLLM: BackendSpec(
         moe_backend="flashinfer_trtllm",
@@ -237,35 +219,12 @@ SPECS: dict[Backend, BackendSpec] = {
         },
         architectures=("sm100",),
         modules=(("flashinfer",),),
-        claims=tuple(
-            claim(which, TENSOR_STATIC, BLOCK, activations=_FI_TRTLLM, dtypes=frozenset({Format.BF16}))
-            for which in (CT, QUARK, VLLM_FP8, MODELOPT, ONLINE)
+        claims=(
+            *(claim(which, TENSOR_STATIC, activations=FLASHINFER_TRTLLM, dtypes=_BF16) for which in (CT, QUARK, VLLM_FP8, MODELOPT)),
+            *(claim(which, BLOCK, activations=FLASHINFER_TRTLLM_FP8, dtypes=_BF16) for which in (CT, QUARK, VLLM_FP8, ONLINE)),
         ),
-        unquantized=(_FI_TRTLLM, frozenset({Format.BF16})),
-        refusals=(
-            *BY_THE_METHOD,
-            *only_for(("unquantized", "FP8"), "flashinfer_trtllm"),
-            not_supported(
-                lambda c: not int8(c) and c.activation not in _FI_TRTLLM,
-                "FlashInfer's TRT-LLM kernels know silu and relu2",
-                "(MoEActivation|no act_and_mul)",
-            ),
-            not_supported(
-                lambda c: fp8(c) and (c.weight, *scheme(c)) not in (TENSOR_STATIC, BLOCK),
-                "FlashInfer's TRT-LLM kernels take static per-tensor and block scales",
-                "quantization scheme",
-            ),
-            not_supported(
-                lambda c: fp8(c) and (c.weight, *scheme(c)) == TENSOR_STATIC and not c.renormalize,
-                "FlashInfer's TRT-LLM per-tensor kernels route themselves, and renormalize",
-                "quantization scheme",
-            ),
-            Refusal(
-                reason="FlashInfer's TRT-LLM kernels take bf16 hidden states",
-                says=".",
-                applies=at_layer(lambda c: not int8(c) and c.dtype is not Format.BF16),
-            ),
-        ),
+        unquantized=(FLASHINFER_TRTLLM, _BF16),
+        refusals=refusals_flashinfer.FLASHINFER_TRTLLM,
     ),
     Backend.FLASHINFER_CUTEDSL: _elsewhere("flashinfer_cutedsl", "FlashInferCuteDSLExperts", ("sm100",), (("flashinfer",),)),
     Backend.TRITON_UNFUSED: _elsewhere(
@@ -279,21 +238,12 @@ SPECS: dict[Backend, BackendSpec] = {
         architectures=("gfx942", "gfx950"),
         modules=(("aiter",),),
         claims=(
-            *(claim(which, TENSOR_STATIC, CHANNEL_TOKEN, BLOCK, activations=GATED) for which in (CT, QUARK, VLLM_FP8, ONLINE)),
-            claim(MODELOPT, TENSOR_STATIC, activations=GATED),
+            claim(CT, TENSOR_STATIC, CHANNEL_TOKEN, BLOCK, activations=AITER),
+            *(claim(which, TENSOR_STATIC, TENSOR_DYNAMIC, CHANNEL_TOKEN, BLOCK, activations=AITER) for which in (QUARK, VLLM_FP8, ONLINE)),
+            claim(MODELOPT, TENSOR_STATIC, activations=AITER),
         ),
-        unquantized=(GATED, HALVES),
-        refusals=(
-            *BY_THE_METHOD,
-            *only_for(("unquantized", "FP8"), "aiter"),
-            not_supported(lambda c: not int8(c) and not c.activation.gated, "AITER's experts are gated", GATED_ONLY),
-            not_supported(
-                lambda c: fp8(c) and (c.weight, *scheme(c)) not in (TENSOR_STATIC, CHANNEL_TOKEN, BLOCK),
-                "AITER's kernels take static per-tensor, per-channel with per-token, and block scales",
-                "quantization scheme",
-            ),
-            Refusal(reason=HALF, says=".", applies=at_layer(lambda c: not int8(c) and c.dtype is Format.FP32)),
-        ),
+        unquantized=(AITER, HALVES),
+        refusals=refusals_flashinfer.AITER,
     ),
     Backend.EMULATION: _elsewhere("emulation", "Nvfp4QuantizationEmulationTritonExperts", _CUDA),
 }
@@ -342,9 +292,30 @@ def claimed(case: MoECase, entry: Entry, backend: Backend) -> bool:
 
 
 def declared_refusal(case: MoECase, entry: Entry, backend: Backend) -> Refusal | None:
-    """The first declared refusal that applies, or None when the backend claims the case."""
+    """The first declared refusal that applies on this machine's GPU, or the one asked for; None when the backend claims the case."""
     if entry is Entry.LAYER and quark_int8_static(case):
         return None
     if entry is Entry.LAYER and is_packed(case):
         return refusals_packed.refusal(case, backend)
-    return next((r for r in SPECS[backend].refusals if r.applies(case, entry)), None)
+    here = ARCHITECTURES.get(f"sm{compute_capability()}")
+    every = (*SPECS[backend].refusals, *(() if here is None else refusals_on(backend, here)))
+    return next((r for r in every if r.applies(case, entry)), None)
+
+
+def refusals_on(backend: Backend, architecture: Architecture) -> tuple[Refusal, ...]:
+    """What is refused on one architecture and not on another, of layers that are not packed; of those refusals_packed.py says it.
+
+    Read in the ``_supports_current_device`` and ``_supports_quant_scheme`` methods of ``fused_moe/experts/*.py``.
+    """
+    spec = SPECS[backend]
+    falls_back = backend is Backend.HUMMING_A8  # to 16-bit activations, where they cannot be quantized
+    if spec.needs_gpu and architecture.name not in spec.architectures and not falls_back:
+        no_device = f"{backend} has no kernels for {architecture.name}"
+        return (not_supported(lambda c: not runs_default(c, backend), no_device, "current device"),)
+    match backend:
+        case Backend.TRITON | Backend.INTERPRETER if architecture.number < 89:
+            return (not_supported(fp8, "Triton's FP8 kernels need FP8 tensor cores, sm89", "quantization scheme"),)
+        case Backend.FLASHINFER_CUTLASS if architecture.number != 90:
+            blocks = "FlashInfer's CUTLASS kernels have block scales on sm90 only"
+            return (not_supported(lambda c: fp8(c) and c.weight_scale is Layout.BLOCK128, blocks, "quantization scheme"),)
+    return ()

@@ -31,7 +31,16 @@ class Claim:
 
 EVERY = frozenset(Activation)
 GATED = frozenset(activation for activation in Activation if activation.gated)
-DEEP_GEMM = frozenset((Activation.SILU, Activation.SWIGLUOAI_UNINTERLEAVE, Activation.SWIGLUSTEP))  # experts/deep_gemm_moe.py
+_OAI = frozenset((Activation.SWIGLUOAI, Activation.SWIGLUOAI_UNINTERLEAVE))
+# what ``_supports_activation`` of the experts takes, experts/*.py
+DEEP_GEMM = frozenset((Activation.SILU, Activation.SWIGLUOAI_UNINTERLEAVE, Activation.SWIGLUSTEP))
+DEEP_GEMM_MXFP4 = frozenset((Activation.SILU, Activation.SWIGLUSTEP, Activation.SITU))
+FLASHINFER_CUTLASS = _OAI | {Activation.SILU, Activation.GELU_TANH, Activation.RELU2_NO_MUL}
+FLASHINFER_CUTEDSL = _OAI | {Activation.SILU, Activation.RELU2_NO_MUL, Activation.SITU}
+FLASHINFER_TRTLLM = frozenset((Activation.SILU, Activation.RELU2_NO_MUL))
+FLASHINFER_TRTLLM_FP8 = FLASHINFER_TRTLLM | {Activation.SWIGLUOAI_UNINTERLEAVE}
+FLASHINFER_TRTLLM_NVFP4 = FLASHINFER_TRTLLM_FP8 | {Activation.GELU, Activation.GELU_TANH, Activation.SITU}
+AITER = _OAI | {Activation.SILU, Activation.GELU, Activation.SITU}
 FLOATS = frozenset((Format.FP32, Format.BF16, Format.FP16))
 HALVES = frozenset((Format.BF16, Format.FP16))
 CT = frozenset((CheckpointFormat.COMPRESSED_TENSORS,))

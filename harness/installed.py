@@ -11,6 +11,7 @@ from pathlib import Path
 
 from harness.architectures import requested
 
+BLACKWELL = (100, 103)  # compute capabilities of vLLM's device family 100
 DEEP_GEMM = ("deep_gemm", "vllm.third_party.deep_gemm")
 
 

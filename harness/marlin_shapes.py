@@ -14,17 +14,19 @@ def fits(case: MoECase) -> bool:
 
 
 def moe_wna16(case: MoECase) -> bool:
-    """Whether AutoGPTQ's or AutoAWQ's method hands the layer to moe_wna16: where Marlin's kernels do not fit it, Humming asked for or not."""
+    """Whether AutoGPTQ's or AutoAWQ's method hands the layer to moe_wna16: where Marlin's kernels do not fit it, asked for or not."""
     return case.checkpoint in (CheckpointFormat.GPTQ, CheckpointFormat.AWQ) and not fits(case)
 
 
 def microscaled(case: MoECase, lane: str) -> bool:
-    """Whether Marlin's kernels with E8M0 scales run: compressed-tensors MXFP4 has them whatever is asked for."""
-    return (ct_mxfp4(case) and compute_capability() not in BLACKWELL) or (lane == "marlin" and family(case) in (Family.MXFP4, Family.MXFP8))
+    """Whether kernels with E8M0 scales run: compressed-tensors MXFP4 has them whatever is asked for."""
+    if ct_mxfp4(case) and compute_capability() not in BLACKWELL:
+        return True
+    return lane == "marlin" and family(case) in (Family.MXFP4, Family.MXFP8)
 
 
 def shapes(case: MoECase) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Rows and columns of w13 and w2 as Marlin gets them: compressed-tensors MXFP4 is not padded, MXFP4 to whole 256s and 128s."""
+    """Rows and columns of w13 and w2 as Marlin gets them: compressed-tensors MXFP4 is not padded, others to 256s and 128s."""
     hidden, intermediate = case.hidden, case.intermediate
     if family(case) is Family.MXFP8:
         intermediate = -(-intermediate // 64) * 64

@@ -76,6 +76,7 @@ def at_layer(applies: Callable[[MoECase], bool]) -> Applies:
 
 
 HALF = "hidden states must be bf16 or fp16"
+GATED_ONLY = "no act_and_mul MLP layer"
 
 _QUARK_FP8 = {
     (Layout.TENSOR, ActScale.STATIC_TENSOR),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from cases.case import ActScale, Entry, MoECase
+from harness.installed import compute_capability
 from harness.refusals import Refusal
 from references.vocabulary import Activation, Format, Layout
 
@@ -18,7 +19,8 @@ _SCHEMES = {
 def _applies(case: MoECase, entry: Entry) -> bool:
     if entry is not Entry.BATCHED or not case.quantized:
         return False
-    return case.weight is not Format.E4M3FN or (case.weight_scale, case.act_scale) not in _SCHEMES
+    cores = not 0 < compute_capability() < 89  # FP8 tensor cores
+    return case.weight is not Format.E4M3FN or (case.weight_scale, case.act_scale) not in _SCHEMES or not cores
 
 
 def _not_deep_gemm(case: MoECase, entry: Entry) -> bool:
@@ -42,7 +44,7 @@ BATCHED_DEEP_GEMM: tuple[Refusal, ...] = (
 
 BATCHED_TRITON: tuple[Refusal, ...] = (
     Refusal(
-        reason="batched Triton experts take FP8 per-tensor, per-channel with per-token, and block scales",
+        reason="batched Triton experts take FP8 per-tensor, per-channel with per-token, and block scales, from sm89 on",
         says="BatchedTritonExperts: kernel does not support quantization scheme",
         applies=_applies,
     ),

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from cases.case import ActScale, MoECase, Origin
 from harness import claims
+from harness.installed import compute_capability
 from harness.refusals import (
     BY_THE_METHOD,
     CT_FP8_DYNAMIC_TENSOR,
+    GATED_ONLY,
     Refusal,
     at_layer,
     fp8,
@@ -19,8 +21,6 @@ from harness.refusals import (
     scheme,
 )
 from references.vocabulary import CheckpointFormat, Format, Layout
-
-GATED_ONLY = "no act_and_mul MLP layer"
 
 
 def _marlin_hidden(case: MoECase) -> int:
@@ -43,6 +43,7 @@ CUTLASS: tuple[Refusal, ...] = (
             )
         ),
     ),
+    not_supported(lambda c: fp8(c) and compute_capability() >= 110, "CUTLASS's grouped FP8 GEMM is for sm90 and sm100", "current device"),
     not_supported(lambda c: fp8(c) and not c.activation.gated, "CUTLASS experts are gated", GATED_ONLY),
     not_supported(lambda c: fp8(c) and c.weight_scale is Layout.BLOCK128, "CUTLASS experts have no block scales", "quantization scheme"),
     CT_FP8_DYNAMIC_TENSOR,

@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 from cases.case import ActScale, Entry, MoECase, Origin
 from cases.packed import is_packed
+from harness import claims, marlin_shapes
 from harness.families import CLASSES, Family, ct_mxfp4, family
-from harness.installed import compute_capability
+from harness.installed import BLACKWELL, compute_capability
 from harness.refusals import Refusal
 from references.vocabulary import Activation, CheckpointFormat, Format, Layout
 
@@ -19,12 +20,25 @@ _TRITON = ("interpreter", "triton")
 _EMULATES_NVFP4 = (*_TRITON, "emulation")
 _MXFP4_ON_HOPPER = (*_TRITON, "triton-unfused", "flashinfer-cutlass")
 _BLACKWELL_NVFP4 = ("cutlass", "flashinfer-cutlass", "flashinfer-trtllm", "flashinfer-cutedsl")
+_ACTIVATIONS = {  # of lanes that do not know every activation, before anything else is asked; others have lines of their own
+    ("flashinfer-cutlass", Family.NVFP4): claims.FLASHINFER_CUTLASS,
+    ("flashinfer-cutlass", Family.MXFP4): claims.FLASHINFER_CUTLASS,
+    ("flashinfer-cutedsl", Family.NVFP4): claims.FLASHINFER_CUTEDSL,
+    ("flashinfer-trtllm", Family.NVFP4): claims.FLASHINFER_TRTLLM_NVFP4,
+    ("flashinfer-trtllm", Family.MXFP8): claims.FLASHINFER_TRTLLM_FP8,
+    ("deep-gemm", Family.MXFP8): claims.DEEP_GEMM,
+}
 
 When = Callable[[MoECase, str], bool]
 
 
 def _blackwell() -> bool:
-    return compute_capability() in (100, 103)
+    return compute_capability() in BLACKWELL
+
+
+def _nvfp4_cores(lane: str) -> bool:
+    """experts/{cutlass,flashinfer_cutlass}_moe.py run on sm120 too, the others on sm100 alone."""
+    return _blackwell() or (lane in ("cutlass", "flashinfer-cutlass") and compute_capability() >= 110)
 
 
 def _channel(case: MoECase) -> bool:
@@ -78,14 +92,20 @@ _LINES: tuple[tuple[When, str, str, bool], ...] = (
         "triton_kernels' and FlashInfer's MXFP4 kernels begin with sm90",
         True,
     ),
+    (
+        lambda c, lane: not ct_mxfp4(c) and c.activation not in _ACTIVATIONS.get((lane, family(c)), claims.EVERY),
+        "does not support (MoEActivation|no act_and_mul|current device)",
+        "the experts do not know the activation",
+        True,
+    ),
     # Triton
-    (lambda c, lane: lane in _TRITON and _channel(c), "AssertionError", "Triton's WNA16 kernel has group scales only", False),
     (
         lambda c, lane: lane in _TRITON and family(c) is Family.WNA16 and c.activation is Activation.SITU,
         "does not support MoEActivation",
         "Triton's WNA16 experts do not know situ",
         True,
     ),
+    (lambda c, lane: lane in _TRITON and _channel(c), "AssertionError", "Triton's WNA16 kernel has group scales only", False),
     (
         lambda c, lane: lane in _TRITON and _asymmetric_ct(c, Format.UINT8),
         "does not support quantization scheme",
@@ -163,31 +183,31 @@ _LINES: tuple[tuple[When, str, str, bool], ...] = (
         False,
     ),
     (
-        lambda c, lane: _microscaled_marlin(c, lane) and any(rows % 64 for rows, _ in _marlin_shapes(c)),
+        lambda c, lane: marlin_shapes.microscaled(c, lane) and any(rows % 64 for rows, _ in marlin_shapes.shapes(c)),
         r"size_[kn] = \d+ is not divisible by tile_[kn]_size",
         "Marlin's tiles have 64 rows",
         False,
     ),
     (
-        lambda c, lane: _microscaled_marlin(c, lane) and c.dtype is Format.FP16,
+        lambda c, lane: marlin_shapes.microscaled(c, lane) and c.dtype is Format.FP16,
         _NO_KERNEL,
         "Marlin has microscaled kernels for bf16 only",
         False,
     ),
     (
-        lambda c, lane: _microscaled_marlin(c, lane) and not all(_marlin_tiled(*shape) for shape in _marlin_shapes(c)),
+        lambda c, lane: marlin_shapes.microscaled(c, lane) and not all(marlin_shapes.tiled(*shape) for shape in marlin_shapes.shapes(c)),
         _NO_KERNEL,
         "Marlin has no thread layout for a matrix of that shape",
         False,
     ),
     (
-        lambda c, lane: lane == "marlin" and family(c) is Family.WNA16 and not _marlin_fits(c),
+        lambda c, lane: lane == "marlin" and family(c) is Family.WNA16 and not marlin_shapes.fits(c),
         "Marlin not supported for this layer|MoeWNA16 checkpoint layout is not supported",
         "Marlin's WNA16 tiles need H % 128 == 0 and I in whole groups",
         True,
     ),
     (
-        lambda c, lane: lane == "emulation" and _words(c) and not _marlin_fits(c),
+        lambda c, lane: lane == "emulation" and _words(c) and not marlin_shapes.fits(c),
         "MoeWNA16 checkpoint layout is not supported",
         "AutoGPTQ's and AutoAWQ's methods hand layers that Marlin does not fit to moe_wna16, which the emulation does not read",
         True,
@@ -286,15 +306,11 @@ _LINES: tuple[tuple[When, str, str, bool], ...] = (
         True,
     ),
     (
-        lambda c, lane: lane == "deep-gemm" and family(c) is Family.MXFP4 and c.activation is not Activation.SILU and not ct_mxfp4(c),
+        lambda c, lane: (
+            lane == "deep-gemm" and family(c) is Family.MXFP4 and c.activation not in claims.DEEP_GEMM_MXFP4 and not ct_mxfp4(c)
+        ),
         "does not support (MoEActivation|no act_and_mul|current device)",
-        "DeepGEMM's MXFP4 experts know silu",
-        True,
-    ),
-    (
-        lambda c, lane: lane == "deep-gemm" and family(c) is Family.MXFP8 and not c.activation.gated,
-        "does not support (no act_and_mul|current device)",
-        "DeepGEMM experts are gated",
+        "DeepGEMM's MXFP4 experts know silu, swiglustep and situ",
         True,
     ),
     (
@@ -310,21 +326,29 @@ _LINES: tuple[tuple[When, str, str, bool], ...] = (
         True,
     ),
     (
-        lambda c, lane: lane == "flashinfer-trtllm" and family(c) in (Family.WNA16, Family.MXFP4, Family.MXFP8) and not _blackwell(),
+        lambda c, lane: (
+            lane == "flashinfer-trtllm" and family(c) in (Family.WNA16, Family.MXFP4, Family.MXFP8) and not ct_mxfp4(c) and not _blackwell()
+        ),
         "does not support|No supported",
         "FlashInfer's TRT-LLM kernels are for SM100",
         True,
     ),
     (
-        lambda c, lane: lane in _BLACKWELL_NVFP4 and family(c) is Family.NVFP4 and not _blackwell(),
+        lambda c, lane: lane in _BLACKWELL_NVFP4 and family(c) is Family.NVFP4 and not _nvfp4_cores(lane),
         "does not support (current device|quantization scheme)",
-        "NVFP4 tensor cores are SM100's",
+        "NVFP4 tensor cores are Blackwell's",
         True,
     ),
     (
-        lambda c, lane: lane == "deep-gemm" and family(c) in (Family.MXFP4, Family.MXFP8) and not ct_mxfp4(c) and not _blackwell(),
+        lambda c, lane: lane == "deep-gemm" and family(c) is Family.MXFP8 and not _blackwell(),
         "does not support|No supported",
-        "DeepGEMM's microscaled kernels are for SM100",
+        "DeepGEMM's MXFP8 kernels are for SM100",
+        True,
+    ),
+    (
+        lambda c, lane: lane == "deep-gemm" and family(c) is Family.MXFP4 and not ct_mxfp4(c) and compute_capability() < 100,
+        "does not support|No supported",
+        "DeepGEMM's MXFP4 kernels are Blackwell's",
         True,
     ),
 )
@@ -336,31 +360,6 @@ def _uint4_of_32(case: MoECase) -> bool:
 
 def _stored_mxfp4(case: MoECase) -> bool:
     return family(case) is Family.MXFP4 and case.origin is Origin.PREQUANTIZED and not ct_mxfp4(case)
-
-
-def _marlin_fits(case: MoECase) -> bool:
-    """marlin_utils.py, check_moe_marlin_supports_config, with its tiles padded."""
-    return case.hidden % 128 == 0 and (case.weight_scale.width is None or case.intermediate % case.weight_scale.width == 0)
-
-
-def _microscaled_marlin(case: MoECase, lane: str) -> bool:
-    """Whether Marlin's kernels with E8M0 scales run: compressed-tensors MXFP4 has them whatever is asked for."""
-    return (ct_mxfp4(case) and not _blackwell()) or (lane == "marlin" and family(case) in (Family.MXFP4, Family.MXFP8))
-
-
-def _marlin_shapes(case: MoECase) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Rows and columns of w13 and w2 as Marlin gets them: compressed-tensors MXFP4 is not padded, MXFP4 to whole 256s and 128s."""
-    hidden, intermediate = case.hidden, case.intermediate
-    if family(case) is Family.MXFP8:
-        intermediate = -(-intermediate // 64) * 64
-    elif not ct_mxfp4(case):
-        hidden, intermediate = -(-hidden // 256) * 256, -(-intermediate // 128) * 128
-    return ((1 + case.activation.gated) * intermediate, hidden), (hidden, intermediate)
-
-
-def _marlin_tiled(rows: int, columns: int) -> bool:
-    """marlin_moe_wna16/ops.cu: 128 columns and 64 rows, or 64 columns and 128 rows, at a time."""
-    return (columns % 128 == 0 and rows % 64 == 0) or (columns % 64 == 0 and rows % 128 == 0)
 
 
 def _words(case: MoECase) -> bool:
