@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from harness.exits import Misuse
@@ -75,3 +76,17 @@ def requested(environ: Mapping[str, str] = os.environ) -> Architecture | None:
     """What ``MOEDIFF_ARCHITECTURE`` names; None when it is unset: the lane's own answers. Raises Misuse."""
     text = environ.get(VARIABLE, "")
     return parse(text) if text else None
+
+
+@contextmanager
+def answering_as(name: str) -> Iterator[None]:
+    """While entered, ``requested`` is the architecture of that name; "": as it was."""
+    before = os.environ.get(VARIABLE)
+    if name:
+        os.environ[VARIABLE] = name
+    try:
+        yield
+    finally:
+        os.environ.pop(VARIABLE, None)
+        if before is not None:
+            os.environ[VARIABLE] = before

@@ -42,12 +42,17 @@ def parser() -> Parser:
     command.add_argument("--count", action="store_true", help="only how many")
     command.add_argument("--relations", action="store_true", help="the exact relations (relation:case[entry]) instead of the pairs")
     command.add_argument("--checks", action="store_true", help="the checks of loading (question:case[entry]) instead of the pairs")
-    command.add_argument("--backend", help="whose relations or checks; default: the one this machine can run")
+    command.add_argument(
+        "--backend", help="only what this lane is asked; default: all pairs, or relations and checks of this machine's lane"
+    )
     command.set_defaults(handler=listing.main)
 
     command = commands.add_parser("show", help="all there is to know of one case", description=show.__doc__)
     command.add_argument("case", metavar="CASE")
     command.add_argument("--backend", help=f"{_of(Backend)}; default: the one this machine can run")
+    command.add_argument(
+        "--architecture", default=os.environ.get(VARIABLE), metavar="NAME", help=f"on this GPU: {', '.join(ARCHITECTURES)}"
+    )
     command.set_defaults(handler=show.main)
 
     command = commands.add_parser("doctor", help="what is installed, which backends can run here", description=doctor.__doc__)

@@ -8,7 +8,7 @@ from harness.commands.output import say
 from harness.exits import Exit, Misuse
 from harness.loading import questions
 from harness.pairs import parse_entry, parse_level, relate, select
-from harness.suite.options import parse_backend
+from harness.suite.options import parse_backend, runs
 
 _NAMES = "leave words out; ids name codes and scales: e2m1-group16 is NVFP4, e2m1-group32 MXFP4, e4m3fn-group32 MXFP8, gptoss gpt-oss"
 
@@ -24,15 +24,23 @@ def main(arguments: Namespace) -> int:
         what = f"exact relation of level {level} on {backend}"
     elif arguments.checks:
         backend = parse_backend(arguments.backend)
-        found = [each.id for each in questions(level, backend) if all(word in each.id for word in arguments.words)]
+        asked = [each for each in questions(level, backend) if entry in (None, each.pair.entry)]
+        found = [each.id for each in asked if all(word in each.id for word in arguments.words)]
         count, what = f"{len(found)} loading checks", f"loading check of level {level} on {backend}"
     else:
         pairs = [pair for pair in select(level, (), entry) if all(word in pair.id for word in arguments.words)]
-        found, count = [pair.id for pair in pairs], f"{len(pairs)} pairs of {len({pair.case for pair in pairs})} cases"
         what = f"pair of level {level}"
+        if arguments.backend is not None:
+            backend = parse_backend(arguments.backend)
+            pairs = [pair for pair in pairs if runs(pair, backend)]
+            what = f"{what} on {backend}"
+        found, count = [pair.id for pair in pairs], f"{len(pairs)} pairs of {len({pair.case for pair in pairs})} cases"
     if not found:
+        if not arguments.words:
+            through = f" enters by '{entry}'; leave --entry out" if entry else "; use --backend interpreter, or triton"
+            raise Misuse(f"no {what}{through}")
         hint = "" if arguments.relations else "; lattice cases are listed with --relations, checks of loading with --checks"
         words = " and ".join(f"'{word}'" for word in arguments.words)
-        raise Misuse(f"no {what}{f' has {words} in its id' if words else ''}; {_NAMES}{hint}")
+        raise Misuse(f"no {what} has {words} in its id; {_NAMES}{hint}")
     say(count if arguments.count else "\n".join(found))
     return Exit.AS_THE_LEDGER_SAYS

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from cases.case import Data, Entry, Level, MoECase, Routing, entry_takes
 from cases.roles import empty_expert, zero_expert
-from harness import ledger
+from harness import architectures, ledger
 from harness.backends import Backend, declared_refusal, experts_expected, has_entry
 from harness.commands.output import draw, say
 from harness.environment import version
@@ -31,16 +31,19 @@ _PARTS = (1, 2, 4, 8, 16, 32, 64, 128)  # that groups, blocks and words make of 
 
 def main(arguments: Namespace) -> int:
     """Raises Misuse."""
-    case, backend, known = parse_case(arguments.case), parse_backend(arguments.backend), ledger.load(ledger.LEDGER)
+    case, known = parse_case(arguments.case), ledger.load(ledger.LEDGER)
+    name = architectures.parse(arguments.architecture).name if arguments.architecture else ""
+    backend = Backend.INTERPRETER if name and not arguments.backend else parse_backend(arguments.backend)
     say(case.id)
     draw(_fields(case))
     tensors, config = on_disk(case)
     draw(_tensors(case, tensors))
     say(f"quantization_config: {config}\n")
-    for entry in Entry:
-        if entry_takes(case, entry) and has_entry(entry, backend):
-            draw(_expectation(case, entry, backend, known))
-            say(f"again: {repeat(Pair(case, entry), backend)}\n")
+    with architectures.answering_as(name):
+        for entry in Entry:
+            if entry_takes(case, entry) and has_entry(entry, backend):
+                draw(_expectation(case, entry, backend, known, name))
+                say(f"again: {repeat(Pair(case, entry), backend)}{f' --architecture {name}' if name else ''}\n")
     return Exit.AS_THE_LEDGER_SAYS
 
 
@@ -82,21 +85,24 @@ def _tensors(case: MoECase, tensors: dict[str, tuple[list[int], str]]) -> Table:
     return table
 
 
-def _expectation(case: MoECase, entry: Entry, backend: Backend, known: Ledger) -> Table:
-    from harness.recipes import recipe
+def _expectation(case: MoECase, entry: Entry, backend: Backend, known: Ledger, architecture: str) -> Table:
+    from harness.recipes import recipe, written
 
-    table = _table(f"through {entry} on {backend}", "what", "expected")
-    refusal = declared_refusal(case, entry, backend)
-    claim = (
-        "equal to the reference, bit for bit"
-        if case.data is Data.LATTICE
-        else "inside the interval the recipe allows (references/bounds.py)"
-    )
-    table.add_row("outcome", f"refused by vLLM: {refusal.reason}" if refusal else claim)
-    table.add_row("class that runs", " or ".join(sorted(experts_expected(case, entry, backend))))
+    table = _table(f"through {entry} on {backend}{f', as {architecture}' if architecture else ''}", "what", "expected")
     issue = next((i for i in known.issues if i.covers(case.id, entry, backend, version("vllm") or "")), None)
     if issue is not None:
         table.add_row("known issue", f"{issue.id}: {issue.outcome} {issue.signature} ({issue.link})")
+    if refusal := declared_refusal(case, entry, backend):
+        table.add_row("outcome", f"refused by vLLM{', when it runs' if refusal.at_run else ''}: {refusal.reason}")
+        table.add_row("vLLM says" if refusal.reasoned else "without a reason: vLLM ends with", Text(refusal.says))
+        return table
+    table.add_row("class that runs", " or ".join(sorted(experts_expected(case, entry, backend))))
+    if not written(case, entry, backend):
+        table.add_row("outcome", "loaded and nothing more: no reference is written for what runs there")
+        return table
+    exact = case.data is Data.LATTICE
+    inside = "inside the interval the recipe allows (references/bounds.py)"
+    table.add_row("outcome", "equal to the reference, bit for bit" if exact else inside)
     if relations := relate(Level.SMOKE, (case.id,), entry, backend):
         table.add_row("exact relations", ", ".join(each.relation for each in relations))
     for name, value in _roundings(recipe(case, entry, backend)):

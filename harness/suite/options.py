@@ -137,6 +137,11 @@ class Options:
         )
 
 
+def runs(pair: Pair, backend: Backend) -> bool:
+    """Whether a run of the lane asks for the pair: it can be entered there, and there is a reference for what runs, or it is refused."""
+    return has_entry(pair.entry, backend) and written(pair.case, pair.entry, backend)
+
+
 def parse_backend(text: str | None) -> Backend:
     """None: the lane of this machine. Raises Misuse for an unknown backend."""
     if text is None:

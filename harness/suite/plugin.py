@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from harness.suite.worker import Worker
 from reports.records import RecordsUnwritable
 
 pytest_plugins = ["harness.suite.ending"]
+_OPTIONAL = {"related", "loading", "checked"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -122,12 +123,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("related", related, ids=[each.id for each in related])
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    """Cases named may have no relations or questions, and a lane no device: no test, rather than a skipped one; nor is there one for what
+    has a record."""
+    report = yield
+    report.result = [each for each in report.result or () if not isinstance(each, pytest.Item) or _is_left(each)]
+    return report
+
+
+def _is_left(item: pytest.Item) -> bool:
+    nothing = item.get_closest_marker("skip") is not None and bool(_OPTIONAL & set(getattr(item, "fixturenames", ())))
+    return not nothing and ((asked := order.asked(item)) is None or asked.id not in item.config.stash[RECORDED])
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Cases named may have no relations or questions, and a lane no device: no test, rather than a skipped one. What has a record is left
-    out; where kernels are compiled, those that share them stand together."""
-    optional, recorded = {"related", "loading", "checked"}, config.stash[RECORDED]
-    items[:] = [i for i in items if i.get_closest_marker("skip") is None or not optional & set(getattr(i, "fixturenames", ()))]
-    items[:] = [i for i in items if (asked := order.asked(i)) is None or asked.id not in recorded]
+    """Where kernels are compiled, the tests that share them stand together."""
     if SPECS[config.stash[OPTIONS].machine].needs_gpu:
         items[:] = order.by_kernel(items)
 

@@ -59,6 +59,17 @@ def test_list_takes_words_before_and_after_its_options(capsys: pytest.CaptureFix
     assert one == other
 
 
+def test_list_keeps_what_a_lane_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "--backend=marlin"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert 0 < len(told) < len(select(Level.SMOKE))
+    assert all(line.endswith("[layer]") for line in told)
+    assert main(["list", "--backend=marlin", "--entry=fused_experts"]) == Exit.MISUSE
+    assert capsys.readouterr().err == "moediff: no pair of level smoke on marlin enters by 'fused_experts'; leave --entry out\n"
+    assert main(["list", "--checks", "--backend=interpreter", "--entry=batched"]) == Exit.MISUSE
+    assert "enters by 'batched'" in capsys.readouterr().err
+
+
 def test_list_prints_the_exact_relations_of_a_level(capsys: pytest.CaptureFixture[str]) -> None:
     wanted = [each.id for each in relate(Level.SMOKE, (), None, Backend.INTERPRETER) if "repeated:" in each.id]
     assert main(["list", "--relations", "--backend=interpreter", "repeated:"]) == 0
@@ -134,7 +145,7 @@ def test_doctor_says_what_is_installed_and_why_a_backend_cannot_run(
         (["run", "--subject", "fake:RUST"], "unknown fault 'RUST'; the faults are ZERO_OUTPUT"),
         (["run", FIRST.case.id, "--subject", "fake:BIAS_DROPPED"], "applies to none of these pairs: there is no bias; name other cases"),
         (["list", "zzzz", "[layer]"], "no pair of level smoke has 'zzzz' and '[layer]' in its id"),
-        (["list", "--relations", "--backend", "marlin"], "no exact relation of level smoke on marlin; leave words out"),
+        (["list", "--relations", "--backend", "marlin"], "on marlin; use --backend interpreter, or triton"),
         (["show", "a" * 400], f"'{'a' * 120}… (400 characters)' is not a case"),
         (["run", "int8"], "'int8' is not a case: id 'int8' has 1 of at least 8 parts"),
         (["show", FIRST.case.id.replace("-e", "-x", 1)], "is not a case"),

@@ -51,6 +51,12 @@ def some(count: int) -> list[str]:
     return [f"--case={case}" for case in dict.fromkeys(pair.case.id for pair in select(Level.SMOKE)[:count])]
 
 
+def test_what_is_collected_is_what_runs(tmp_path: Path) -> None:
+    ended = pytest_run(tmp_path, "-n0", *some(1))
+    assert f"collected {len(ended.records)} item" in ended.text
+    assert len(ended.records) > 0
+
+
 def test_every_pair_of_smoke_has_one_record_and_a_clean_run_ends_with_0(tmp_path: Path) -> None:
     ended = pytest_run(tmp_path, "-n2")
     assert ended.code == 0, ended.text + ended.errors

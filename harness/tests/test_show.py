@@ -27,3 +27,42 @@ def test_shapes_are_those_of_the_checkpoint_that_is_made(text: str) -> None:
 def test_no_layer_is_too_large_to_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "int4-group128-none-ct-silu-bf16-e8k1m2h16384i16384-balanced", "--backend", "marlin"]) == Exit.AS_THE_LEDGER_SAYS
     assert "[16384, 2048]" in capsys.readouterr().out
+
+
+SIZES = "bf16-e4k2m8h128i128-balanced"
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["show", *arguments]) == Exit.AS_THE_LEDGER_SAYS
+    return capsys.readouterr().out
+
+
+def test_what_is_refused_has_a_reason_and_no_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    told = shown(capsys, f"e4m3fn-channel-dyntoken-quark-silu-{SIZES}", "--backend", "cutlass")
+    assert "refused by vLLM: only compressed-tensors and online per-channel FP8 allow vLLM's CUTLASS kernels" in told
+    assert "vLLM CUTLASS FP8 MoE backend is disabled" in told
+    assert "accumulator" not in told
+    assert "class that runs" not in told
+
+
+def test_what_ends_in_an_error_where_a_reason_should_be(capsys: pytest.CaptureFixture[str]) -> None:
+    told = shown(capsys, f"int8-channel-dyntoken-ct-silu-{SIZES}-onin".replace("k2", "k1"), "--backend", "humming")
+    assert "without a reason: vLLM ends with" in told
+
+
+def test_on_a_gpu_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+    case = f"e4m3fn-channel-dyntoken-ct-silu-{SIZES}"
+    before = shown(capsys, case, "--backend", "triton")
+    told = shown(capsys, case, "--architecture", "sm80", "--backend", "triton")
+    assert "through layer on triton, as sm80" in told
+    assert "FP8 tensor cores, sm89" in told
+    assert f"moediff run {case} --entry layer --backend triton --architecture sm80" in told
+    assert shown(capsys, case, "--backend", "triton") == before
+    assert main(["show", case, "--architecture", "sm70"]) == Exit.MISUSE
+
+
+def test_where_no_reference_is_written_no_recipe_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    case = "e2m1-group16-dyngroup16-ct-silu-bf16-e4k2m8h128i64-balanced"
+    told = shown(capsys, case, "--architecture", "sm100", "--backend", "flashinfer-cutedsl")
+    assert "no reference is written" in told
+    assert "accumulator" not in told
