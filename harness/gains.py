@@ -19,10 +19,11 @@ that fell the other way, each moving a token's output along one column of w2. It
 the rest is scatter, which the residual e shows. A column that holds at most four fifths of the energy of a token's output has at most
 twice as much along it as across it, so with Cauchy-Schwarz token by token (W the weights of the fit)
 
-    bias = Answer.gain_bias + scalars + 2 sum_m |W^-1/2 P_m| |W^1/2 e_m|
+    bias = Answer.gain_bias + scalars + sum_mk |P_m c_mk| s_mk + 2 sum_m |W^-1/2 P_m| |W^1/2 e_m|
 
-with |W^1/2 e_m|**2 less what output roundings add to it (se has them), and scalars the error of the fp32 factors all elements of a token
-share (router weight, activation scales), which do not scatter. The smaller of the two is used.
+with |W^1/2 e_m|**2 less what output roundings add to it (se has them), and two things that do not scatter: scalars, the error of the fp32
+factors all elements of a token share (router weight, activation scales), and s_mk, the doubt in the dynamic scale of a row of w2's
+activations whose largest element was stored in 16 bits before. The smaller of the two is used.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def gains(answer: Answer, actual: torch.Tensor, experts: int) -> Gains:
     contribution = per_expert(answer, experts)  # [E, M, H]
     contribution = torch.where(usable & torch.isfinite(contribution), contribution, 0.0)
     return Gains(
-        expert=_joint(contribution, noise, answer.gain_bias, _scalars(answer, experts)),
+        expert=_joint(contribution, noise, answer, _scalars(answer, experts)),
         channel=_single(Group.CHANNEL, contribution, noise, 1, answer.gain_bias),
         token=_single(Group.TOKEN, torch.where(usable, answer.expected, 0.0), noise, 1, answer.gain_bias),
     )
@@ -170,7 +171,7 @@ def _scalars(answer: Answer, experts: int) -> float:
     return 4.0 * (router + scale) + scale
 
 
-def _joint(contribution: torch.Tensor, noise: _Noise, gain_bias: float, scalars: float) -> Estimates:
+def _joint(contribution: torch.Tensor, noise: _Noise, answer: Answer, scalars: float) -> Estimates:
     experts = contribution.shape[0]
     alpha, se, bias = (torch.full((experts,), torch.nan, dtype=torch.float64) for _ in range(3))
     active = (contribution != 0).flatten(1).any(1).nonzero().flatten()
@@ -190,8 +191,17 @@ def _joint(contribution: torch.Tensor, noise: _Noise, gain_bias: float, scalars:
         rounded = (noise.weight * noise.rounding.square() / 3.0).sum(1)  # what roundings add to |W^1/2 e|**2
         scatter = (residual.reshape(contribution.shape[1:]).square().sum(1) - rounded).clamp_min(0.0).sqrt()
         seen = _ALONG_OVER_ACROSS * by_token @ scatter
-        bias[active] = gain_bias + torch.minimum(proven, scalars + seen)
+        shared = scalars + _by_row_scales(estimator.reshape(len(active), *contribution.shape[1:]), answer)
+        bias[active] = answer.gain_bias + torch.minimum(proven, shared + seen)
     return Estimates(Group.EXPERT, alpha, se, bias)
+
+
+def _by_row_scales(estimator: torch.Tensor, answer: Answer) -> torch.Tensor | float:
+    """sum_mk |P_m c_mk| s_mk of estimator P [A, M, H]: [A]; 0 where no scale is in doubt."""
+    doubt = answer.row_scale_doubt
+    if doubt is None or not bool(doubt.any()):
+        return 0.0
+    return (torch.einsum("amh,mkh->amk", estimator, answer.contributions.nan_to_num()).abs() * doubt).sum((1, 2))
 
 
 def _single(group: Group, regressor: torch.Tensor, noise: _Noise, dim: int, gain_bias: float) -> Estimates:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from references.enclosure import enclose
+from references.bounds import Interval
+from references.enclosure import SCALES_OF_GEMM_2, enclose
 from references.loading import load
 from references.moe import Answer, Expert, Routing, forward
 from references.vocabulary import Activation, Recipe
@@ -44,7 +45,8 @@ def answer_of(
     """The same of experts as loading left them. Raises ReferenceDisagreesWithItself."""
     contributions = forward(loaded, hidden_states, routing, activation, recipe)
     expected = contributions.sum(1)
-    bounds = enclose(loaded, hidden_states, routing, activation, recipe)
+    traced: dict[str, Interval] = {}
+    bounds = enclose(loaded, hidden_states, routing, activation, recipe, traced.__setitem__)
     low = torch.nan_to_num(bounds.low, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     high = torch.nan_to_num(bounds.high, nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
     finite = torch.isfinite(expected)
@@ -57,7 +59,16 @@ def answer_of(
         routing=routing,
         output=recipe.output,
         loaded=loaded,
+        row_scale_doubt=_row_scale_doubt(traced.get(SCALES_OF_GEMM_2), routing),
     )
+
+
+def _row_scale_doubt(scales: Interval | None, routing: Routing) -> torch.Tensor | None:
+    """Of scales [R, 1], rows expert by expert, or [1, 1] for all -> [M, k]."""
+    if scales is None or scales.low.shape[-1] != 1 or scales.low is scales.high:
+        return None
+    doubt = ((scales.high - scales.low) / scales.low).nan_to_num(0.0).expand(routing.topk_ids.numel(), 1)
+    return doubt[routing.rows.back].reshape(routing.topk_ids.shape)
 
 
 def _agree(expected: torch.Tensor, low: torch.Tensor, high: torch.Tensor, finite: torch.Tensor) -> None:

@@ -26,6 +26,7 @@ from references.moe import Routing, first_gemm, reads_tf32, scales_stored, stati
 from references.products import Operand, Routed, matmul, operand, scaled
 from references.vocabulary import Accumulator, Activation, ActQuant, Epilogue, Format, Recipe, RouterWeight, Swiglu
 
+SCALES_OF_GEMM_2 = "activation scales of GEMM 2"  # in a trace
 Trace = Callable[[str, Interval], None]  # told what each step made, by name, before the rounding that stores it
 
 

@@ -88,6 +88,8 @@ class Answer:
     output: the dtype of the last rounding. An actual value is honest when round(low) <= actual <= round(high).
     gain_bias: relative bias the recipe itself allows (0 for unbiased accumulators).
     loaded: the weights all of it was computed with.
+    row_scale_doubt [M, k]: how far w2's dynamic activation scale may be from the expected one, relative; None where a row has none of its
+        own (static, or one a group).
     """
 
     expected: torch.Tensor
@@ -98,6 +100,7 @@ class Answer:
     output: Format
     gain_bias: float = 0.0
     loaded: tuple[LoadedExpert, ...] = ()
+    row_scale_doubt: torch.Tensor | None = None
 
 
 def quantized_rows(rows: torch.Tensor, how: ActQuant | None, static_scale: torch.Tensor | None) -> torch.Tensor:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -102,6 +103,19 @@ def test_scatter_widens_what_is_allowed() -> None:
     scattered = given.sum(1) * (1.008 + 0.02 * normal(8, 128, seed=1))
     assert gains(wide, scattered.float(), 4).expert.flagged() == ()
     assert gains(answer(given, TOP1, output=Format.FP32), scattered.float(), 4).expert.flagged() != ()
+
+
+def test_a_scale_of_a_row_that_is_in_doubt_moves_it_without_scatter() -> None:
+    """Seen on an H200: an expert with one token, whose largest activation rounded the other way in fp16 before it was quantized."""
+    given = ramp(8, 1)
+    wide = answer(given, TOP1, radius=0.05)
+    actual = stored(gained(given, wide.routing, 1.008, expert=1), Format.BF16)
+    doubted = replace(wide, row_scale_doubt=torch.tensor([[0.0], [0.01], [0.0], [0.0]] * 2, dtype=torch.float64))
+    assert [gain.index for gain in gains(wide, actual, 4).expert.flagged()] == [(1,)]
+    assert gains(doubted, actual, 4).expert.flagged() == ()
+    assert [
+        gain.index for gain in gains(doubted, stored(gained(given, wide.routing, 1.008, expert=2), Format.BF16), 4).expert.flagged()
+    ] == [(2,)]
 
 
 def test_a_declared_bias_is_granted() -> None:

@@ -220,6 +220,17 @@ def test_a_dynamic_scale_that_is_a_power_of_two_keeps_integers_exact() -> None:
     assert torch.equal(got.high, got.expected)
 
 
+def test_the_doubt_in_a_row_s_scale_holds_what_its_largest_element_may_be() -> None:
+    """An accumulator in any order, stored in bf16: a row's largest element may round either way, and its scale with it."""
+    layer = make(BF16, INT8, Layout.CHANNEL, Layout.TOKEN, experts=4, top_k=2, tokens=40)
+    got = answered(layer)
+    assert got.row_scale_doubt is not None
+    assert got.row_scale_doubt.shape == (40, 2)
+    assert bool((got.row_scale_doubt >= 0).all())
+    assert 0.0 < float(got.row_scale_doubt.amax()) < 0.05
+    assert answered(replace(layer, recipe=replace(layer.recipe, a2=None))).row_scale_doubt is None
+
+
 # ------------------------------------------------------------------------------------------------------------------ odds and ends
 
 
