@@ -101,8 +101,9 @@ def _out_of_reach(case: MoECase, backend: Backend) -> str:
 
 
 def _swaps(case: MoECase, entry: Entry, backend: Backend) -> bool:
+    """CUTLASS's W4A8 swaps them whatever the batch (``cutlass_moe.py``, run_cutlass_moe_w4a8_fp8), so that it has no other run."""
     a1 = recipe(case, entry, backend).a1
-    return backend in SWAPPING and a1 is not None and a1.format is Format.E4M3FN
+    return backend in SWAPPING and a1 is not None and a1.format is Format.E4M3FN and case.weight is Format.E4M3FN
 
 
 class Checked(NamedTuple):

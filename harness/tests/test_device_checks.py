@@ -17,7 +17,7 @@ from cases.checkpoint import make_checkpoint
 from harness import device_asked, repeatable
 from harness.backends import SPECS, Backend
 from harness.device_asked import Broken, run_check
-from harness.device_checks import CLAIMS, FAR, DeviceCheck, asked, of
+from harness.device_checks import CLAIMS, FAR, DeviceCheck, asked, of, why_not
 from harness.environment import child_environ
 from harness.expected import expected
 from harness.far import PAST, Far, far_expert, far_rows
@@ -74,6 +74,14 @@ def test_only_its_own_check_fails_for_a_graph_that_holds_a_host_scalar() -> None
 
 def test_a_device_that_never_swaps_is_out_of_reach() -> None:
     assert ask(DeviceCheck.SWAPPED_OPERANDS, FakeDevice(swaps=False)).outcome is Outcome.UNAVAILABLE
+
+
+def test_a_kernel_that_always_swaps_is_not_asked() -> None:
+    """Seen on an H200: CUTLASS's W4A8 has no run that does not swap."""
+    mixed = MoECase.from_id("int4-group128-dyntoken-ct-gelu_tanh-bf16-e4k1m17h256i256-balanced-norenorm-onin")
+    fp8 = MoECase.from_id("e4m3fn-channel-dyntoken-ct-silu-bf16-e5k5m3h64i32-balanced-norenorm")
+    told = [why_not(DeviceCheck.SWAPPED_OPERANDS, case, Entry.LAYER, Backend.CUTLASS, Level.NIGHTLY) for case in (mixed, fp8)]
+    assert told == ["the path does not swap operands", None]
 
 
 def test_operands_are_swapped_at_other_sizes_too() -> None:
