@@ -248,24 +248,40 @@ SPECS: dict[Backend, BackendSpec] = {
     Backend.EMULATION: _elsewhere("emulation", "Nvfp4QuantizationEmulationTritonExperts", _CUDA),
 }
 
+_FEW_TOKENS = 8
 _QUANTIZED_ONLY = frozenset((Backend.MARLIN, Backend.HUMMING, Backend.HUMMING_A8))
 
 
 def runs_default(case: MoECase, backend: Backend) -> bool:
     """Whether vLLM, by design, takes its own choice where ``backend`` was forced: Marlin and Humming are quantization-only and leave
-    unquantized layers to the default, which is Triton on every architecture they share (oracle/unquantized.py)."""
+    unquantized layers to the default (oracle/unquantized.py)."""
     return backend in _QUANTIZED_ONLY and case.origin is Origin.UNQUANTIZED
 
 
+def falls_back(case: MoECase, entry: Entry, backend: Backend) -> bool:
+    """Whether vLLM, by design, runs Triton's experts: CUTLASS's leave 8 tokens to them on Blackwell (experts/triton_cutlass_moe.py)."""
+    few = backend is Backend.CUTLASS and entry is Entry.LAYER and not is_packed(case) and case.tokens <= _FEW_TOKENS
+    return few and compute_capability() >= 100
+
+
 def experts_expected(case: MoECase, entry: Entry, backend: Backend) -> frozenset[str]:
-    """Class names of which one must have run."""
+    """Class names of which one must have run on this machine's GPU, or the one asked for."""
     if entry is Entry.LAYER and quark_int8_static(case):
         return frozenset({"fused_experts"})
     if entry is Entry.LAYER and is_packed(case):
         return families.experts(case, backend)
     if runs_default(case, backend):
-        return SPECS[Backend.TRITON].expert_classes[Entry.LAYER]
-    return SPECS[backend].expert_classes[entry]
+        return _default(case)
+    return SPECS[Backend.TRITON if falls_back(case, entry, backend) else backend].expert_classes[entry]
+
+
+def _default(case: MoECase) -> frozenset[str]:
+    """Of an unquantized layer: on Blackwell the first of FlashInfer's TRT-LLM and CUTLASS kernels that takes it; swigluoai: Triton's."""
+    preferred = (Backend.FLASHINFER_TRTLLM, Backend.FLASHINFER_CUTLASS) if compute_capability() >= 100 else ()
+    for backend in preferred if case.activation is not Activation.SWIGLUOAI else ():
+        if declared_refusal(case, Entry.LAYER, backend) is None:
+            return SPECS[backend].expert_classes[Entry.LAYER]
+    return SPECS[Backend.TRITON].expert_classes[Entry.LAYER]
 
 
 def has_entry(entry: Entry, backend: Backend) -> bool:

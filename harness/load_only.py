@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from cases.case import Entry, MoECase
 from cases.checkpoint import make_checkpoint
 from harness import judge
+from harness.backends import SPECS
 from harness.load_stop import needs_gpu
 from harness.pipeline import PairResult
 from harness.refusals_architecture import classes, refusals
@@ -62,7 +63,13 @@ def _loaded(case: MoECase, backend: Backend, architecture: Architecture, chosen:
         if refusal.reasoned and not refusal.at_run:
             return judge.not_refused(refusal.reason)
     wanted = classes(case, backend, architecture)
-    either = _EITHER.fullmatch(chosen)
-    if chosen not in wanted and not (either and any(name.startswith(either[1].removesuffix("Experts")) for name in wanted)):
+    if not chosen_as(chosen, wanted, backend):
         return judge.wrong_class(chosen, wanted)
     return Verdict(outcome=Outcome.PASS, claim=f"{chosen}, chosen for {architecture.name}, loaded and converted; nothing ran")
+
+
+def chosen_as(chosen: str, wanted: frozenset[str], backend: Backend) -> bool:
+    """Whether the class chosen is one wanted, or the backend's own that chooses per batch between it and Triton's."""
+    either = _EITHER.fullmatch(chosen)
+    own = wanted | SPECS[backend].expert_classes[Entry.LAYER]
+    return chosen in wanted or bool(either and any(name.startswith(either[1].removesuffix("Experts")) for name in own))

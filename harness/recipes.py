@@ -13,7 +13,7 @@ from cases.case import ActScale, Entry, MoECase, Origin
 from cases.gating import swiglu
 from cases.packed import is_packed
 from harness.architectures import requested
-from harness.backends import SPECS, Backend, declared_refusal, experts_expected, runs_default
+from harness.backends import SPECS, Backend, declared_refusal, experts_expected, falls_back, runs_default
 from harness.installed import ue8m0_scales
 from harness.recipes_batched import batched
 from harness.recipes_cuda import ALL_FP32, FP8_TOKEN_FLOOR, for_backend
@@ -33,6 +33,10 @@ from references.vocabulary import (
     WeightQuant,
 )
 
+_KNOWN = {  # experts of layers that are not packed; recipes_packed.py says which of the others
+    *("fused_experts", "TritonExperts", "BatchedTritonExperts", "CutlassExpertsFp8", "MarlinExperts", "HummingIndexedExperts"),
+    *("DeepGemmExperts", "BatchedDeepGemmExperts"),
+}
 _BLOCK_CAST_AMAX_FLOOR = 1e-4  # utils/deep_gemm.py::per_block_cast_to_fp8
 _GROUP_AMAX_FLOOR = 1e-10  # eps of per_token_group_quant_*: a floor of the amax, so of the scale once divided by qmax
 
@@ -116,9 +120,10 @@ def _weight_quant(case: MoECase, backend: Backend) -> WeightQuant | None:
 
 def written(case: MoECase, entry: Entry, backend: Backend) -> bool:
     """Whether a recipe is written for what runs, or nothing runs."""
-    if not is_packed(case) or declared_refusal(case, entry, backend) is not None:
+    if declared_refusal(case, entry, backend) is not None:
         return True
-    return runs_known(experts_expected(case, entry, backend))
+    runs = experts_expected(case, entry, backend)
+    return runs_known(runs) if entry is Entry.LAYER and is_packed(case) else bool(runs & _KNOWN)
 
 
 def recipe(case: MoECase, entry: Entry, backend: Backend) -> Recipe:
@@ -128,7 +133,7 @@ def recipe(case: MoECase, entry: Entry, backend: Backend) -> Recipe:
         return packed(triton, case, backend, experts_expected(case, entry, backend))
     if entry is Entry.BATCHED:
         return batched(for_backend(triton, case, backend), case)
-    if entry is Entry.FUSED_EXPERTS or quark_int8_static(case) or runs_default(case, backend):
+    if entry is Entry.FUSED_EXPERTS or quark_int8_static(case) or runs_default(case, backend) or falls_back(case, entry, backend):
         return triton
     return for_backend(triton, case, backend)
 

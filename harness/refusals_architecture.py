@@ -1,17 +1,13 @@
-"""What vLLM is expected to refuse in this process, or for a GPU architecture that is not here; and which kernels it takes there by default.
-
-Defaults are read in ``oracle/unquantized.py`` (0.33.0); all of it was heard on the interpreter platform answering as each architecture.
-"""
+"""What vLLM is expected to refuse in this process, or for a GPU architecture that is not here, and which kernels it takes there."""
 
 from __future__ import annotations
 
 from cases.case import Entry, MoECase
 from cases.packed import is_packed
 from harness import refusals_packed
-from harness.architectures import Architecture, requested
-from harness.backends import SPECS, Backend, declared_refusal, experts_expected, refusals_on, runs_default
+from harness.architectures import Architecture, answering_as, requested
+from harness.backends import SPECS, Backend, declared_refusal, experts_expected, refusals_on
 from harness.refusals import Refusal, quark_int8_static
-from references.vocabulary import Activation
 
 
 def declared(case: MoECase, entry: Entry, backend: Backend) -> tuple[Refusal, ...]:
@@ -35,14 +31,6 @@ def refusals(case: MoECase, backend: Backend, architecture: Architecture) -> tup
 
 
 def classes(case: MoECase, backend: Backend, architecture: Architecture) -> frozenset[str]:
-    """Class names of which one must have been chosen.
-
-    Where Marlin and Humming leave an unquantized layer to the default, that is the first of FlashInfer's TRT-LLM and CUTLASS
-    kernels and Triton's that takes it; on Hopper, and of swigluoai layers, Triton's.
-    """
-    if not runs_default(case, backend) or architecture.number == 90 or case.activation is Activation.SWIGLUOAI:
+    """Class names of which one must have been chosen there."""
+    with answering_as(architecture.name):
         return experts_expected(case, Entry.LAYER, backend)
-    for default in (Backend.FLASHINFER_TRTLLM, Backend.FLASHINFER_CUTLASS):
-        if not refusals(case, default, architecture):
-            return SPECS[default].expert_classes[Entry.LAYER]
-    return SPECS[Backend.TRITON].expert_classes[Entry.LAYER]

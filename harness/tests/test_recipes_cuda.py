@@ -6,8 +6,8 @@ import pytest
 
 from cases.case import Entry, MoECase
 from harness.architectures import VARIABLE
-from harness.backends import Backend, claimed, declared_refusal
-from harness.recipes import recipe
+from harness.backends import Backend, claimed, declared_refusal, experts_expected
+from harness.recipes import recipe, written
 from references.vocabulary import Format, Recipe
 
 BLOCK = "e4m3fn-block128-dyngroup128-ct-{}-bf16-e4k2m8h128i128-balanced{}"
@@ -49,6 +49,29 @@ def test_deep_gemm_does_not_fuse_swiglustep(monkeypatch: pytest.MonkeyPatch) -> 
     assert (stepped.gate_store, stepped.activation_store) == (None, Format.BF16)
     assert stepped.swiglu is not None
     assert stepped.swiglu.up_store is None
+
+
+@pytest.mark.parametrize(("architecture", "tokens", "triton"), [("sm90", 8, False), ("sm100", 8, True), ("sm100", 9, False)])
+def test_cutlass_leaves_few_tokens_to_triton_on_blackwell(
+    architecture: str, tokens: int, triton: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, architecture)
+    case = MoECase.from_id(f"e4m3fn-channel-dyntoken-ct-silu-bf16-e4k2m{tokens}h128i128-balanced")
+    wanted = {"TritonExperts"} if triton else {"CutlassExpertsFp8"}
+    assert experts_expected(case, Entry.LAYER, Backend.CUTLASS) == wanted
+    assert recipe(case, Entry.LAYER, Backend.CUTLASS).name == ("triton-modular" if triton else "cutlass")
+
+
+def test_no_reference_is_written_for_kernels_that_nobody_has_derived(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "sm100")
+    plain = MoECase.from_id("bf16-none-none-plain-silu-bf16-e4k2m8h128i128-balanced")
+    static = MoECase.from_id("e4m3fn-tensor-static-ct-silu-bf16-e4k2m8h128i128-balanced")
+    for case, backend in ((plain, Backend.MARLIN), (static, Backend.FLASHINFER_CUTLASS), (static, Backend.FLASHINFER_TRTLLM)):
+        assert claimed(case, Entry.LAYER, backend)
+        assert not written(case, Entry.LAYER, backend)
+    assert written(static, Entry.LAYER, Backend.TRITON)
+    monkeypatch.setenv(VARIABLE, "sm90")
+    assert written(plain, Entry.LAYER, Backend.MARLIN)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "situ", "silu_no_mul"])

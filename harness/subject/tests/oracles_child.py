@@ -18,6 +18,7 @@ from cases.checkpoint import make_checkpoint
 from harness.architectures import Architecture, requested
 from harness.backends import SPECS, Backend, declared_refusal
 from harness.families import ct_mxfp4
+from harness.load_only import chosen_as
 from harness.refusals_architecture import classes
 from harness.subject import LoadFailed
 from references.vocabulary import Activation, CheckpointFormat, Format, Layout
@@ -66,7 +67,7 @@ def difference(case: MoECase, backend: Backend, architecture: Architecture, said
     if refusal is not None and refusal.reasoned and not refusal.at_run and "has no CPU" not in refusal.says:
         return f"not refused: {refusal.reason}"
     wanted = classes(case, backend, architecture)
-    if chosen is None or chosen in wanted or any(f"TritonOr{name}".startswith(chosen.removesuffix("Experts")) for name in wanted):
+    if chosen is None or chosen_as(chosen, wanted, backend):
         return ""
     return "" if ct_mxfp4(case) else f"{chosen} was chosen, not {' or '.join(sorted(wanted))}"  # ct_mxfp4: in the ledger
 
