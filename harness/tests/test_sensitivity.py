@@ -17,6 +17,7 @@ MARLIN = {  # only its kernels have an order of their own
     Fault.BIAS_NOT_PERMUTED,
     Fault.BIAS_READ_AS_16_BITS,
     Fault.W13_SCALES_IN_ORDER_OF_CHANNELS,
+    Fault.W13_SCALES_IN_ORDER_OF_GROUPS,
 }
 HUMMING = {Fault.SMALL_SCALES_FLUSHED, Fault.ROUNDED_AT_A_QUARTER}  # of its fp16 kernels
 PER_FAULT = 8
@@ -53,7 +54,8 @@ def test_every_fault_is_asked_of_some_pair_and_every_exclusion_has_a_reason() ->
 @pytest.mark.parametrize(("lane", "faults"), [(Backend.MARLIN, MARLIN), (Backend.HUMMING, HUMMING)])
 def test_faults_of_a_lane_are_asked_of_some_pair_of_it(lane: Backend, faults: set[Fault]) -> None:
     layers = [pair for pair in smoke(lane) if pair[1] is Entry.LAYER]
-    layers += [(MoECase.from_id("e2m1-group32-none-quark-gelu_tanh-fp16-e8k2m33h256i128-single"), Entry.LAYER)]  # nightly
+    nightly = "e2m1-group32-none-quark-gelu_tanh-fp16-e8k2m33h256i128-single", "int4-group128-none-ct-silu-bf16-e3k1m129h128i256-single"
+    layers += [(MoECase.from_id(text), Entry.LAYER) for text in nightly]
     recipes = [(case, recipe(case, entry, lane)) for case, entry in layers]
     assert all(any(applicable(fault, case, how) for case, how in recipes) for fault in faults)
 
