@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -153,6 +154,14 @@ def test_math_functions_work_inside_nested_functions(kernels: ModuleType) -> Non
     d = x.double()
     truth = torch.exp2(torch.ceil(torch.log2(d))) + d.sqrt() + d.floor() + torch.sigmoid(d) + torch.exp(-d)
     assert (out.double() - truth).abs().max() < 1e-5
+
+
+def test_infinities_and_nan_are_made_in_silence(kernels: ModuleType) -> None:
+    out = torch.zeros(4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _one_program(kernels.nested, torch.tensor([0.0, -1.0, torch.inf, 3e38]), out, n=4)
+    assert bool(out[1].isnan())
 
 
 def test_programs_and_masks(kernels: ModuleType) -> None:
