@@ -1,7 +1,8 @@
 """Judge a run again with the references, bounds and ledger of today: no GPU and no vLLM are needed.
 
 ``python -m harness.rejudge RUN INTO`` reads the records of a run and the outputs that were kept of what was new or wrong in it
-(suite/outputs.py), writes the records as they stand now to the new directory INTO, and prints what changed.
+(suite/outputs.py), writes the records as they stand now, and their page, to the new directory INTO, and prints
+what changed.
 
 Exit codes: 0, nothing is new any more; 1, something is; 2, misuse: an argument, or what cannot be read or written.
 """
@@ -30,6 +31,7 @@ from harness.pairs import Pair, parse_case, parse_entry
 from harness.program import Parser, ended
 from harness.recipes import recipe
 from harness.suite import outputs
+from harness.suite.gather import gather
 from harness.suite.subjects import VLLM
 from harness.suite.worker import judged_by
 from harness.verdict import Outcome, Verdict
@@ -144,6 +146,7 @@ def _rejudge(run: Path, into: Path) -> int:
             recorder.finished(record)
             new += record.status is Status.NEW
         recorder.close()
+    gather(into)
     for path, records in told.items():
         for before, after in zip((record for record in records if id(record) in stand), now[path], strict=True):
             _tell(before, after)

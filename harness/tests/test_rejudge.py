@@ -16,7 +16,7 @@ from harness.backends import Backend
 from harness.suite import outputs
 from harness.suite.subjects import open_subject
 from harness.verdict import Outcome, Verdict
-from reports.records import Record, Recorder, Start, Status, merge
+from reports.records import MERGED, Record, Recorder, Start, Status, merge, read
 
 CASE = MoECase.from_id("e4m3fn-tensor-static-quark-silu-bf16-e4k2m8h128i64-balanced")
 OTHER = MoECase.from_id("e4m3fn-tensor-static-quark-silu-bf16-e4k2m8h128i128-balanced")
@@ -56,7 +56,8 @@ def run(tmp_path: Path) -> Path:
 def test_an_output_that_is_honest_today_is_clean_and_another_is_still_new(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     into = run.parent / "again"
     assert rejudge.main([str(run), str(into)]) == 1
-    now = {record.pair: record for record in merge(into)}
+    now = {record.pair: record for record in read(into / MERGED)}
+    assert OTHER.id in (into / "index.html").read_text()
     clean, still = now[f"{CASE.id}[layer]"], now[f"{OTHER.id}[layer]"]
     assert (clean.verdict.outcome, clean.status, clean.news) == (Outcome.PASS, Status.CLEAN, "")
     assert (still.verdict.outcome, still.status) == (Outcome.MISMATCH, Status.NEW)
