@@ -6,6 +6,9 @@ quant config and the routing are those of the functional entry (vllm_direct.py).
 supports the configuration, as an oracle would ask.
 
 A dispatch leaves garbage behind the rows of an expert: there the packed rows and their scales are NaN, in every run.
+
+DeepGEMM's masked GEMM stores whole tiles (deep_gemm/impls/sm90_fp8_gemm_1d2d.cuh): one that reaches past an expert's max_num_tokens
+rows overwrites the next expert's. It has room for whole tiles here, as with the 256 tokens a rank that vLLM takes by default.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ _DEEP_GEMM = "BatchedDeepGemmExperts"
 _CLASSES = {"deep_gemm": _DEEP_GEMM}  # by the backend that is forced; all others have Triton's
 _KEYS = "vllm.model_executor.layers.quantization.utils.quant_utils"
 _SPARE = 3  # rows of an expert that no token fills
+_TILE = 128  # rows of DeepGEMM's largest tile
 _WEIGHT_KEYS = {  # vLLM's names of FP8 schemes; INT8's are the same but for the dtype
     Layout.TENSOR: "kFp8StaticTensorSym",
     Layout.CHANNEL: "kFp8StaticChannelSym",
@@ -93,7 +97,7 @@ def load(case: MoECase, checkpoint: Checkpoint, device: str, backend: str = "bat
     )
     stacked = {name: tensor.to(device) for name, tensor in stack(case, checkpoint.tensors).items()}
     experts = surface[called]
-    capacity = case.tokens + (0 if case.routing is Routing.SINGLE else _SPARE)
+    capacity = _capacity(case, called)
     with loading() as stage, vllm_compat.current_config(config):
         stage.choosing = False  # it is asked, below
         vllm_compat.prepare_process(device)
@@ -188,6 +192,12 @@ def _spoilt(prepare: Callable[..., Any]) -> Callable[..., Any]:
         return rows, scale, meta, *rest
 
     return prepared
+
+
+def _capacity(case: MoECase, called: str) -> int:
+    """Rows there is room for in every expert."""
+    rows = case.tokens + (0 if case.routing is Routing.SINGLE else _SPARE)
+    return -(-rows // _TILE) * _TILE if called == _DEEP_GEMM else rows
 
 
 def _moe_config(case: MoECase, dtype: torch.dtype, capacity: int, device: str) -> Any:

@@ -88,6 +88,16 @@ def test_what_an_older_torch_lacks_is_asked_of_torch_cuda_while_a_kernel_is_call
 
 
 @pytest.mark.parametrize("routing", ["balanced", "single"])
+@pytest.mark.parametrize("tokens", [1, 33, 128, 129])
+def test_there_is_room_for_whole_tiles_of_deep_gemm_only(tokens: int, routing: str) -> None:
+    case = MoECase.from_id(f"e4m3fn-block128-dyngroup128-raw-silu-bf16-e4k2m{tokens}h128i128-{routing}")
+    tiles, rows = (vllm_batched._capacity(case, name) for name in ("BatchedDeepGemmExperts", "BatchedTritonExperts"))
+    assert tiles % 128 == 0
+    assert tokens <= rows <= tiles < rows + 128
+    assert (rows == tokens) == (routing == "single")
+
+
+@pytest.mark.parametrize("routing", ["balanced", "single"])
 def test_a_kernel_that_is_one_row_off_reads_nan_where_there_is_room_for_it(
     subject: VllmSubject, routing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
