@@ -32,41 +32,35 @@ def family(case: MoECase) -> Family:
 
 
 _HUMMING = frozenset({"HummingIndexedExperts", "HummingGroupedExperts"})
-_MARLIN = frozenset({"MarlinExperts"})
-_NVFP4_EMULATION = frozenset({"Nvfp4QuantizationEmulationTritonExperts"})
-_WNA16_TRITON = frozenset({"TritonWNA16Experts"})
+_WEIGHT_ONLY = {"marlin": frozenset({"MarlinExperts"}), "humming": _HUMMING, "humming-a8": _HUMMING}
+
+
+def _triton(*experts: str) -> dict[str, frozenset[str]]:
+    return dict.fromkeys(("interpreter", "triton"), frozenset(experts))
+
 
 # lane -> what runs there; a lane that is not named has no kernels for the family
 CLASSES: dict[Family, dict[str, frozenset[str]]] = {
     Family.WNA16: {
-        "interpreter": _WNA16_TRITON,
-        "triton": _WNA16_TRITON,
-        "marlin": _MARLIN,
-        "humming": _HUMMING,
-        "humming-a8": _HUMMING,
+        **_triton("TritonWNA16Experts"),
+        **_WEIGHT_ONLY,
         "flashinfer-trtllm": frozenset({"TrtLlmMxint4ExpertsMonolithic"}),
         "emulation": frozenset({"Int4EmulationTritonExperts"}),
     },
     Family.W4A8: {"cutlass": frozenset({"CutlassExpertsW4A8Fp8"}), "humming": _HUMMING, "humming-a8": _HUMMING},
     Family.NVFP4: {
-        "interpreter": _NVFP4_EMULATION,
-        "triton": _NVFP4_EMULATION,
-        "marlin": _MARLIN,
-        "humming": _HUMMING,
-        "humming-a8": _HUMMING,
+        **_triton("Nvfp4QuantizationEmulationTritonExperts"),
+        **_WEIGHT_ONLY,
         "cutlass": frozenset({"CutlassExpertsFp4"}),
         "flashinfer-cutlass": frozenset({"FlashInferExperts"}),
         "flashinfer-trtllm": frozenset({"TrtLlmNvFp4ExpertsMonolithic", "TrtLlmNvFp4ExpertsModular"}),
         "flashinfer-cutedsl": frozenset({"FlashInferCuteDSLExperts"}),
-        "emulation": _NVFP4_EMULATION,
+        "emulation": frozenset({"Nvfp4QuantizationEmulationTritonExperts"}),
     },
     Family.MXFP4: {
-        "interpreter": frozenset({"OAITritonMxfp4ExpertsMonolithic", "OAITritonExperts"}),
-        "triton": frozenset({"OAITritonMxfp4ExpertsMonolithic", "OAITritonExperts"}),
+        **_triton("OAITritonMxfp4ExpertsMonolithic", "OAITritonExperts"),
+        **_WEIGHT_ONLY,
         "triton-unfused": frozenset({"UnfusedOAITritonExperts"}),
-        "marlin": _MARLIN,
-        "humming": _HUMMING,
-        "humming-a8": _HUMMING,
         "deep-gemm": frozenset({"DeepGemmFP4Experts"}),
         "flashinfer-cutlass": frozenset({"FlashInferExperts"}),
         "flashinfer-trtllm": frozenset({"TrtLlmMxfp4ExpertsMonolithic", "TrtLlmMxfp4ExpertsModular"}),
@@ -74,11 +68,8 @@ CLASSES: dict[Family, dict[str, frozenset[str]]] = {
         "emulation": frozenset({"OCP_MXQuantizationEmulationTritonExperts"}),
     },
     Family.MXFP8: {
-        "interpreter": frozenset({"Mxfp8NativeTritonExperts"}),
-        "triton": frozenset({"Mxfp8NativeTritonExperts"}),
-        "marlin": _MARLIN,
-        "humming": _HUMMING,
-        "humming-a8": _HUMMING,
+        **_triton("Mxfp8NativeTritonExperts"),
+        **_WEIGHT_ONLY,
         "deep-gemm": frozenset({"DeepGemmExperts"}),
         "flashinfer-trtllm": frozenset({"TrtLlmFp8ExpertsMonolithic", "TrtLlmFp8ExpertsModular"}),
         "aiter": frozenset({"AiterMxfp8Experts"}),

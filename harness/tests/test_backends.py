@@ -15,7 +15,7 @@ import yaml
 
 from cases.axes import ActScale, Entry, InvalidCase, Level, Origin
 from cases.case import MoECase, entry_takes
-from harness import lanes
+from harness import families, lanes
 from harness.backends import SPECS, Backend, UnknownBackend, claimed, declared_refusal, experts_expected, has_entry, runs_default
 from harness.command_line import parser
 from harness.suite.options import OUT
@@ -85,6 +85,14 @@ def test_every_backend_has_a_spec_and_an_architecture() -> None:
     assert set(SPECS) == set(Backend)
     assert all(spec.architectures for spec in SPECS.values())
     assert [b for b in Backend if not SPECS[b].needs_gpu] == [Backend.INTERPRETER]
+
+
+def test_lanes_of_packed_layers_are_backends() -> None:
+    assert {lane for lanes_of in families.CLASSES.values() for lane in lanes_of} <= set(Backend)
+    told = (ROOT / "harness/refusals_packed.py").read_text()
+    named = {*re.findall(r'lane == "([^"]+)"', told), *re.findall(r'"((?:flashinfer|deep|triton)-[a-z]+|interpreter|cutlass)"', told)}
+    assert len(named) > 8
+    assert named <= set(Backend)
 
 
 def test_unknown_backend_lists_those_that_exist() -> None:
