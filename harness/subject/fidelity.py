@@ -194,7 +194,7 @@ def _called(call: Callable[..., object], arguments: tuple[object, ...], side: st
     try:
         call(*arguments)
         torch.cuda.synchronize()  # an assertion in the kernel is heard here
-    except (RuntimeError, AssertionError) as error:  # told in the result, which then does not hold
+    except (RuntimeError, AssertionError, AttributeError) as error:  # told in the result, which then does not hold
         return f"{side}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     return ""
 
@@ -212,7 +212,10 @@ def measured(call: Call) -> Fidelity:
     operator, data, arguments, _ = call
     here = tuple(_device(a, "cpu") for a in arguments)
     there = tuple(_device(a, "cuda") for a in arguments)
-    raised = [_called(compiled_ops.IMPLEMENTATIONS[operator], here, "stand-in"), _called(_compiled(operator), there, "compiled")]
+    raised = [
+        _called(compiled_ops.IMPLEMENTATIONS[operator], here, "stand-in"),
+        _called(lambda *a: _compiled(operator)(*a), there, "compiled"),
+    ]
     if any(raised):
         return Fidelity(operator=operator, data=data, error="; ".join(filter(None, raised)), lost=_lost())
     if operator == calls.ALIGN:

@@ -108,6 +108,16 @@ def test_what_is_raised_is_reported(rehearsed: Callable[[Callable[..., object]],
     assert measured(CALLS[0]).error == "compiled: RuntimeError: expected scalar type Float"
 
 
+def test_an_operator_that_this_vllm_lacks_is_reported_and_the_others_go_on(
+    rehearsed: Callable[[Callable[..., object]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rehearsed(print)
+    monkeypatch.setattr(fidelity, "_compiled", lambda operator: getattr(torch.ops._C, "no_such_operator"))  # noqa: B009
+    found = measured(CALLS[0])
+    assert found.error.startswith("compiled: AttributeError: '_OpNamespace' '_C' object has no attribute 'no_such_operator'")
+    assert not found.as_declared
+
+
 def test_a_lost_context_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     story = (
         "import json, sys\n"
