@@ -16,7 +16,7 @@ from harness.architectures import requested
 from harness.backends import SPECS, Backend, declared_refusal, experts_expected, falls_back, runs_default
 from harness.installed import ue8m0_scales
 from harness.recipes_batched import batched
-from harness.recipes_cuda import ALL_FP32, FP8_TOKEN_FLOOR, for_backend
+from harness.recipes_cuda import ALL_FP32, FP8_TOKEN_FLOOR, UE8M0_FLOOR, for_backend
 from harness.recipes_packed import packed, runs_known
 from harness.refusals import quark_int8_static
 from references.vocabulary import (
@@ -160,7 +160,7 @@ def _triton(case: MoECase, entry: Entry, backend: Backend) -> Recipe:
     on_gpu = SPECS[backend].needs_gpu or requested() is not None
     ue8m0 = on_gpu and case.weight_scale is Layout.BLOCK128 and case.weight is Format.E4M3FN and ue8m0_scales()
     if ue8m0 and act is not None:
-        act = replace(act, power_of_two=True)
+        act = replace(act, power_of_two=True, scale_floor=UE8M0_FLOOR)
     fused = not legacy and case.weight is Format.E4M3FN and case.weight_scale is Layout.BLOCK128 and case.activation is Activation.SILU
     fused = fused and not ue8m0 and not case.tight and entry is not Entry.BATCHED
     on_input = RouterWeight.GEMM1 if legacy else RouterWeight.INPUT

@@ -32,7 +32,8 @@ HUMMING_SCALE_FLOOR = 1e-30
 FP8_TOKEN_FLOOR = 1.0 / (448.0 * 512.0)  # csrc quantization/w8a8/fp8: min_scaling_factor
 _K_BLOCK = 128  # columns of K that Humming's blocks take at once (tune/sm90.py; layers are padded to whole ones)
 _UE8M0_AMAX_FLOOR = 1e-4  # utils/deep_gemm.py, per_block_cast_to_fp8
-_GROUP_AMAX_FLOOR = 1e-10
+_GROUP_AMAX_FLOOR = 1e-10  # of fp8_utils.py's own kernel
+UE8M0_FLOOR = 1e-10  # of the scale itself, before it is raised: csrc per_token_group_quant.cu, and fp8_utils.py's kernel for Blackwell
 
 
 def for_backend(recipe: Recipe, case: MoECase, backend: Backend) -> Recipe:
@@ -133,14 +134,14 @@ def _humming_a8(recipe: Recipe, case: MoECase) -> Recipe:
 def _deep_gemm(recipe: Recipe, case: MoECase) -> Recipe:
     """Power-of-two scales, for rows and for the weights, which are quantized once more to have them; an fp32 accumulator takes each 128 of
     K from the tensor cores. On Hopper the fused quantizer stores act(g), u' + beta and their product, as the C++ operators do; on Blackwell
-    only the product, and floors the scale instead of amax. swiglustep is not fused: its product is stored, then quantized."""
+    only the product. swiglustep is not fused: its product is stored, then quantized."""
     if recipe.a1 is None:
         return recipe  # refused
-    first = replace(recipe.a1, power_of_two=True, quotient=Quotient.ANY)
+    first = replace(recipe.a1, power_of_two=True, quotient=Quotient.ANY, scale_floor=UE8M0_FLOOR)
     stepped, blackwell = case.activation is Activation.SWIGLUSTEP, compute_capability() >= 100
     stored = None if stepped or blackwell else case.dtype
     swiglu = recipe.swiglu if recipe.swiglu is None or stored is None else replace(recipe.swiglu, up_store=stored)
-    floor = _GROUP_AMAX_FLOOR if blackwell and not stepped else _GROUP_AMAX_FLOOR / 448.0
+    floor = UE8M0_FLOOR if blackwell or stepped else _GROUP_AMAX_FLOOR / 448.0
     return replace(
         recipe,
         name="deep_gemm ue8m0",

@@ -40,7 +40,9 @@ def test_deep_gemm_on_blackwell_stores_the_product_alone_and_floors_the_scale(mo
     assert stepped.a2 is not None
     assert on_hopper.a2 is not None
     assert oai.a2.scale_floor == 448.0 * on_hopper.a2.scale_floor
-    assert stepped.a2.scale_floor == on_hopper.a2.scale_floor
+    assert stepped.a2.scale_floor == oai.a2.scale_floor
+    assert on_hopper.a1 is not None
+    assert on_hopper.a1.scale_floor == oai.a2.scale_floor
 
 
 def test_deep_gemm_does_not_fuse_swiglustep(monkeypatch: pytest.MonkeyPatch) -> None:
