@@ -90,7 +90,8 @@ def about(chosen: list[Pair]) -> tuple[Asked, ...]:
 def applies(question: Question, case: MoECase) -> bool:
     """Whether the question can be asked of a case.
 
-    A model's configuration refuses fp32 hidden states of quantized models before any layer is built (config/vllm.py). Stacked, vLLM reads
+    A model's configuration refuses fp32 hidden states of quantized models, and fp16 ones of ModelOpt's MXFP8, before any layer is built
+    (config/vllm.py; get_supported_act_dtypes of modelopt.py). Stacked, vLLM reads
     weights and scales of three dimensions and no biases (fused_moe/routed_experts.py, load_weights); interleaved, they are stacked on disk
     already. gpt-oss's are stacked always, and loaded by its own model (models/gpt_oss.py). With few experts one full-size
     temporary is no more than one expert's scratch.
@@ -104,6 +105,8 @@ def applies(question: Question, case: MoECase) -> bool:
     if question is Question.SHARDED:
         return case in shard_cases()
     if case.quantized and case.dtype is Format.FP32:
+        return False
+    if case.checkpoint is CheckpointFormat.MODELOPT and case.weight_scale is Layout.GROUP32 and case.dtype is Format.FP16:
         return False
     if question is Question.DIRECTORY:
         return True

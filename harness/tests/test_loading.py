@@ -11,7 +11,7 @@ from cases.memory import memory_cases
 from harness.backends import Backend
 from harness.load_oracles import CLAIMS, Oracle
 from harness.load_run import ask
-from harness.loading import Asked, Question, questions
+from harness.loading import Asked, Question, applies, questions
 from harness.pairs import select
 from harness.subject.fake_loading import FakeLoading, LoadFault, reads
 from harness.subject.loading import WatchedLoading
@@ -100,6 +100,16 @@ def test_a_planted_fault_is_seen(fault: LoadFault, text: str, signature: str) ->
 
 def test_a_swap_is_named() -> None:
     assert "these are 0.up_proj.weight's values" in answer(CHANNEL, LoadFault.HALVES_SWAPPED).detail
+
+
+def test_what_a_configuration_refuses_is_asked_of_layers_only() -> None:
+    """ModelOpt's MXFP8 says bf16 alone; seen on an H200, where VllmConfig raised ValidationError."""
+    half, own, others = (
+        MoECase.from_id(f"e4m3fn-group32-dyngroup32-{each}-e8k2m33h256i128-single")
+        for each in ("modelopt-silu-fp16", "modelopt-silu-bf16", "ct-silu-fp16")
+    )
+    asked = [[question for question in (Question.LOADED, Question.DIRECTORY) if applies(question, case)] for case in (half, own, others)]
+    assert asked == [[Question.LOADED], [Question.LOADED, Question.DIRECTORY], [Question.LOADED, Question.DIRECTORY]]
 
 
 def test_every_oracle_has_a_claim() -> None:
