@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
+from pathlib import Path
 
 from harness.backends import SPECS, Backend
 from harness.exits import Misuse, Unavailable, not_installed
@@ -31,8 +34,12 @@ def why_not(backend: Backend) -> Misuse | None:
     if not has_vllm():
         return Misuse("vLLM is not installed in this environment: `tox run -e interpreter` makes one that has it")
     if SPECS[backend].needs_gpu:
-        missing = f"backend '{backend}' needs an NVIDIA GPU and none is visible: use --backend {Backend.INTERPRETER} on this machine"
-        return (_wrong_architecture(backend) or _missing_module(backend)) if visible_gpus() else Unavailable(missing)
+        seen = "needs an NVIDIA GPU and none is visible"
+        if not any(name.startswith("sm") for name in SPECS[backend].architectures):
+            seen = "needs a GPU that is not NVIDIA's, and this harness drives no other"
+        if not visible_gpus():
+            return Unavailable(f"backend '{backend}' {seen}: use --backend {Backend.INTERPRETER} on this machine")
+        return _wrong_architecture(backend) or _missing_module(backend) or _missing_compiler(backend)
     try:
         libcuda.require()
     except SubjectUnavailable as error:
@@ -52,6 +59,20 @@ def _missing_module(backend: Backend) -> Unavailable | None:
         if not any(importable(name) for name in names):
             return Unavailable(f"backend '{backend}' needs the Python module {' or '.join(names)}, which is not installed here")
     return None
+
+
+def _missing_compiler(backend: Backend) -> Unavailable | None:
+    """vLLM turns FlashInfer off where it can neither load nor compile its kernels (utils/flashinfer.py), and refuses everything then."""
+    compiled = importable("flashinfer_cubin") or os.environ.get("VLLM_HAS_FLASHINFER_CUBIN", "0") != "0"
+    if compiled or ("flashinfer",) not in SPECS[backend].modules:
+        return None
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    nvcc = shutil.which("nvcc") or any(Path(home, "bin", "nvcc").exists() for home in homes if home)
+    if nvcc and shutil.which("ninja"):
+        return None
+    return Unavailable(
+        f"backend '{backend}' needs the Python module flashinfer_cubin, or nvcc and ninja to compile its kernels; neither is here"
+    )
 
 
 def check(backend: Backend, subject: str) -> None:

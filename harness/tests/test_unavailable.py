@@ -46,3 +46,22 @@ def test_what_is_missing_is_said(backend: Backend) -> None:
 @pytest.mark.parametrize("backend", RUN)
 def test_the_others_run(backend: Backend) -> None:
     assert preflight.why_not(backend) is None
+
+
+def test_flashinfer_without_its_kernels_and_without_a_compiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "importable", lambda name: name == "flashinfer")
+    for name in ("CUDA_HOME", "CUDA_PATH", "VLLM_HAS_FLASHINFER_CUBIN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pathlib.Path.exists", lambda path: False)
+    monkeypatch.setattr("shutil.which", lambda name: "/bin/ninja" if name == "ninja" else None)
+    reason = preflight.why_not(Backend.FLASHINFER_CUTLASS)
+    assert isinstance(reason, Unavailable)
+    assert "flashinfer_cubin, or nvcc and ninja" in str(reason)
+    monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}")
+    assert preflight.why_not(Backend.FLASHINFER_CUTLASS) is None
+
+
+def test_a_lane_of_other_gpus_does_not_ask_for_one_of_nvidia(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "visible_gpus", lambda: ())
+    assert "drives no other" in str(preflight.why_not(Backend.AITER))
+    assert "an NVIDIA GPU and none is visible" in str(preflight.why_not(Backend.MARLIN))
