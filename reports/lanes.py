@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from harness.verdict import Outcome
-from reports.records import KINDS, Record, Status, merge
+from reports.records import KINDS, Record, RecordsUnreadable, Status, read_run
 
 HEAD = (
     "lane",
@@ -37,9 +37,8 @@ HEAD = (
 _REFERENCE = ("make", "expect", "compare")
 
 
-def row(directory: Path) -> tuple[str, ...]:
+def row(records: Sequence[Record]) -> tuple[str, ...]:
     """One run as cells of HEAD; seconds are sums over workers, the median is of one pair, all stages, the first use of a kernel in it."""
-    records = merge(directory)
     pairs = [record for record in records if record.kind == KINDS[0]]
     others = [record for record in records if record.kind != KINDS[0]]
     outcomes = Counter(record.verdict.outcome for record in records)
@@ -48,7 +47,7 @@ def row(directory: Path) -> tuple[str, ...]:
     compiled = sum(max(0.0, r.seconds["run"] - r.seconds["again"]) for r in pairs if {"run", "again"} <= r.seconds.keys())
     workers = {(record.worker, record.environment.get("CUDA_VISIBLE_DEVICES", "")) for record in records}
     return (
-        records[0].backend if records else directory.name,
+        records[0].backend if records else "",
         str(len(pairs)),
         str(len(others)),
         str(outcomes[Outcome.PASS]),
@@ -77,13 +76,10 @@ def _new(record: Record) -> bool:
     return record.status is Status.NEW and not _cut_off(record)
 
 
-def news(directories: Iterable[Path]) -> list[str]:
+def news(records: Iterable[Record]) -> list[str]:
     """What no ledger entry expects, a line each."""
     return [
-        f"- {record.backend}: `{record.pair}`: {record.verdict.outcome} {record.verdict.signature}"
-        for directory in directories
-        for record in merge(directory)
-        if _new(record)
+        f"- {record.backend}: `{record.pair}`: {record.verdict.outcome} {record.verdict.signature}" for record in records if _new(record)
     ]
 
 
@@ -91,15 +87,14 @@ def _cut_off(record: Record) -> bool:
     return record.verdict.signature.startswith("WORKER_ENDED")
 
 
-def faults(directories: Iterable[Path]) -> list[str]:
+def faults(records: Iterable[Record]) -> list[str]:
     """Ledger entries that the runs confirmed: a line each, with lanes and how many records."""
     found: dict[str, Counter[str]] = {}
     first: dict[str, Record] = {}
-    for directory in directories:
-        for record in merge(directory):
-            if record.status is Status.KNOWN:
-                found.setdefault(record.ledger, Counter())[record.backend] += 1
-                first.setdefault(record.ledger, record)
+    for record in records:
+        if record.status is Status.KNOWN:
+            found.setdefault(record.ledger, Counter())[record.backend] += 1
+            first.setdefault(record.ledger, record)
     lines = []
     for entry, lanes in sorted(found.items()):
         seen = ", ".join(f"{lane} {count}" for lane, count in sorted(lanes.items()))
@@ -113,14 +108,22 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Tables and what is new on standard output; 2 when no directory is given."""
-    directories = [Path(argument) for argument in arguments]
-    if not directories:
+    """Tables and what is new on standard output; 2 when no directory is given, or one holds no records that can be read."""
+    if not arguments:
         sys.stderr.write("lanes: name the directories of one or more runs\n")
         return 2
-    lines = [*table(HEAD, map(row, directories)), ""]
-    lines += [*table(("ledger entry", "records", "outcome", "one case"), ()), *faults(directories)]
-    if new := news(directories):
+    try:
+        runs = [read_run(Path(argument)) for argument in arguments]
+    except RecordsUnreadable as error:
+        sys.stderr.write(f"lanes: {error}\n")
+        return 2
+    except OSError as error:
+        sys.stderr.write(f"lanes: {error.filename} cannot be read ({error.strerror}); name the directory of a run\n")
+        return 2
+    every = [record for records in runs for record in records]
+    lines = [*table(HEAD, map(row, runs)), ""]
+    lines += [*table(("ledger entry", "records", "outcome", "one case"), ()), *faults(every)]
+    if new := news(every):
         lines += ["", "New:", "", *new]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
