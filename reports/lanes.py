@@ -37,8 +37,9 @@ HEAD = (
 _REFERENCE = ("make", "expect", "compare")
 
 
-def row(records: Sequence[Record]) -> tuple[str, ...]:
+def row(directory: Path) -> tuple[str, ...]:
     """One run as cells of HEAD; seconds are sums over workers, the median is of one pair, all stages, the first use of a kernel in it."""
+    records = read_run(directory)
     pairs = [record for record in records if record.kind == KINDS[0]]
     others = [record for record in records if record.kind != KINDS[0]]
     outcomes = Counter(record.verdict.outcome for record in records)
@@ -47,7 +48,7 @@ def row(records: Sequence[Record]) -> tuple[str, ...]:
     compiled = sum(max(0.0, r.seconds["run"] - r.seconds["again"]) for r in pairs if {"run", "again"} <= r.seconds.keys())
     workers = {(record.worker, record.environment.get("CUDA_VISIBLE_DEVICES", "")) for record in records}
     return (
-        records[0].backend if records else "",
+        records[0].backend if records else directory.name,
         str(len(pairs)),
         str(len(others)),
         str(outcomes[Outcome.PASS]),
@@ -76,7 +77,7 @@ def _new(record: Record) -> bool:
     return record.status is Status.NEW and not _cut_off(record)
 
 
-def news(records: Iterable[Record]) -> list[str]:
+def news(directories: Iterable[Path]) -> list[str]:
     """What no ledger entry expects, a line each."""
     return [
         f"- {record.backend}: `{record.pair}`: {record.verdict.outcome} {record.verdict.signature}" for record in records if _new(record)
@@ -87,11 +88,11 @@ def _cut_off(record: Record) -> bool:
     return record.verdict.signature.startswith("WORKER_ENDED")
 
 
-def faults(records: Iterable[Record]) -> list[str]:
+def faults(directories: Iterable[Path]) -> list[str]:
     """Ledger entries that the runs confirmed: a line each, with lanes and how many records."""
     found: dict[str, Counter[str]] = {}
     first: dict[str, Record] = {}
-    for record in records:
+    for record in (record for directory in directories for record in read_run(directory)):
         if record.status is Status.KNOWN:
             found.setdefault(record.ledger, Counter())[record.backend] += 1
             first.setdefault(record.ledger, record)
@@ -112,18 +113,18 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments:
         sys.stderr.write("lanes: name the directories of one or more runs\n")
         return 2
+    directories = [Path(argument) for argument in arguments]
     try:
-        runs = [read_run(Path(argument)) for argument in arguments]
+        lines = [*table(HEAD, map(row, directories)), ""]
+        lines += [*table(("ledger entry", "records", "outcome", "one case"), ()), *faults(directories)]
+        new = news(directories)
     except RecordsUnreadable as error:
         sys.stderr.write(f"lanes: {error}\n")
         return 2
     except OSError as error:
         sys.stderr.write(f"lanes: {error.filename} cannot be read ({error.strerror}); name the directory of a run\n")
         return 2
-    every = [record for records in runs for record in records]
-    lines = [*table(HEAD, map(row, runs)), ""]
-    lines += [*table(("ledger entry", "records", "outcome", "one case"), ()), *faults(every)]
-    if new := news(every):
+    if new:
         lines += ["", "New:", "", *new]
     sys.stdout.write("\n".join(lines) + "\n")
     return 0

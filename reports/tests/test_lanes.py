@@ -9,7 +9,7 @@ import pytest
 
 from harness.verdict import Outcome, Verdict
 from reports.lanes import HEAD, main, news, row
-from reports.records import Record, Recorder, Start, Status, gathered
+from reports.records import Record, Recorder, Start, Status
 
 CASE = "e4m3fn-tensor-static-quark-silu-bf16-e4k2m8h128i64-balanced"
 
@@ -57,7 +57,7 @@ def run(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_run_is_a_row(run: Path) -> None:
-    cells = dict(zip(HEAD, row(gathered(run)), strict=True))
+    cells = dict(zip(HEAD, row(run), strict=True))
     assert (cells["lane"], cells["pairs"], cells["other checks"]) == ("marlin", "3", "2")
     assert (cells["PASS"], cells["known upstream"], cells["unavailable"], cells["new"], cells["cut off"]) == ("1", "1", "1", "1", "1")
     assert cells["first runs over second: compilation"] == "5 s"  # 8 - 3; a second run that took longer counts for nothing
@@ -67,11 +67,11 @@ def test_a_run_is_a_row(run: Path) -> None:
 
 
 def test_what_is_new_and_what_is_known_are_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert news(gathered(run)) == [f"- marlin: `repeated_runs:{CASE}[layer]`: NONDETERMINISTIC BIAS_DROPPED"]
+    assert news([run]) == [f"- marlin: `repeated_runs:{CASE}[layer]`: NONDETERMINISTIC BIAS_DROPPED"]
     assert main([str(run)]) == 0
     printed = capsys.readouterr().out
     assert f"| `an-entry` | marlin 1 | MISMATCH | `{CASE}` (layer) |" in printed
-    assert printed.rstrip().endswith(news(gathered(run))[0])
+    assert printed.rstrip().endswith(news([run])[0])
     assert main([]) == 2
 
 
