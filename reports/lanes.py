@@ -80,7 +80,10 @@ def _new(record: Record) -> bool:
 def news(directories: Iterable[Path]) -> list[str]:
     """What no ledger entry expects, a line each."""
     return [
-        f"- {record.backend}: `{record.pair}`: {record.verdict.outcome} {record.verdict.signature}" for record in records if _new(record)
+        f"- {record.backend}: `{record.pair}`: {record.verdict.outcome} {record.verdict.signature}"
+        for directory in directories
+        for record in read_run(directory)
+        if _new(record)
     ]
 
 
