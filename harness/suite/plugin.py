@@ -16,7 +16,7 @@ import pytest
 
 from harness import device_checks, ledger, loading
 from harness.architectures import VARIABLE
-from harness.backends import SPECS
+from harness.backends import SPECS, Backend
 from harness.exits import Exit, Misuse
 from harness.gpus import cores, gpu_gib, visible_gpus, worker_count, worker_environment
 from harness.ledger import LedgerError
@@ -46,6 +46,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Validate, prepare the process before anything imports torch, choose the run's directory."""
+    for backend in Backend:
+        config.addinivalue_line("markers", f"{_marker(backend)}: on every test of a run of the {backend} lane")
     try:
         options = Options.of(config)
         ledger.load(ledger.LEDGER)
@@ -60,6 +62,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[RECORDED] = frozenset(given["moediff_recorded"]) if given else resume.recorded(options)
     except (Misuse, RecordsUnwritable) as error:
         pytest.exit(str(error), returncode=Exit.MISUSE)
+
+
+def _marker(backend: Backend) -> str:
+    """The backend's name as a word of ``-m``."""
+    return backend.replace("-", "_")
 
 
 def prepare_process(options: Options) -> None:
@@ -137,8 +144,11 @@ def _is_left(item: pytest.Item) -> bool:
     return not nothing and ((asked := order.asked(item)) is None or asked.id not in item.config.stash[RECORDED])
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where kernels are compiled, the tests that share them stand together."""
+    """Every test has its lane's marker; where kernels are compiled, the tests that share them stand together."""
+    for item in items:
+        item.add_marker(_marker(config.stash[OPTIONS].backend))
     if SPECS[config.stash[OPTIONS].machine].needs_gpu:
         items[:] = order.by_kernel(items)
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from cases.case import Level
+from harness.backends import Backend
 from harness.environment import child_environ
 from harness.pairs import select
 from harness.verdict import Outcome
@@ -55,6 +56,16 @@ def test_what_is_collected_is_what_runs(tmp_path: Path) -> None:
     ended = pytest_run(tmp_path, "-n0", *some(1))
     assert f"collected {len(ended.records)} item" in ended.text
     assert len(ended.records) > 0
+
+
+def test_markers_are_the_backends(tmp_path: Path) -> None:
+    told = pytest_run(tmp_path, "--markers").text
+    named = {line.partition(":")[0].removeprefix("@pytest.mark.") for line in told.splitlines() if "on every test of a run of" in line}
+    assert named == {backend.replace("-", "_") for backend in Backend}
+    assert (
+        pytest_run(tmp_path, "-n0", "-m", "not interpreter", "--backend=interpreter", *some(1)).code == pytest.ExitCode.NO_TESTS_COLLECTED
+    )
+    assert len(pytest_run(tmp_path / "one", "-n0", "-m", "interpreter", "--backend=interpreter", *some(1)).records) > 0
 
 
 def test_every_pair_of_smoke_has_one_record_and_a_clean_run_ends_with_0(tmp_path: Path) -> None:
