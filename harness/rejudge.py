@@ -30,6 +30,7 @@ from harness.ledger import Ledger
 from harness.pairs import Pair, parse_case, parse_entry
 from harness.program import Parser, ended
 from harness.recipes import recipe
+from harness.refusals_architecture import declared
 from harness.suite import outputs
 from harness.suite.gather import gather
 from harness.suite.subjects import VLLM
@@ -38,6 +39,8 @@ from harness.verdict import Outcome, Verdict
 from reports.records import KINDS, Record, Recorder, Status, read_worker, settled, worker_files
 
 _OF_THE_OUTPUT = (Outcome.MISMATCH, Outcome.PASS)  # every other verdict is of what was seen besides
+_RAISED = (Outcome.LOAD_ERROR, Outcome.RUN_ERROR)
+_THAT_LOAD = (KINDS[0], KINDS[2])  # pairs and loading checks, which ask the table as a run does
 _STANDS = "the verdict stands as it was recorded"
 
 
@@ -50,13 +53,17 @@ def verdict_of(pair: Pair, backend: Backend, output: torch.Tensor) -> Verdict:
 
 
 def again(record: Record, run: Path, known: Ledger) -> Record:
-    """The record as it stands today. A verdict changes only where it is about an output that was kept. Raises Misuse."""
+    """The record as it stands today. A verdict changes only where it is about an output that was kept, or about words of vLLM's that the
+    table of backends declares by now. Raises Misuse."""
     verdict, backend = record.verdict, Backend.parse(record.backend)
     pair = Pair(parse_case(record.case), parse_entry(record.entry))
     if record.kind == KINDS[0] and not record.relation and verdict.outcome in _OF_THE_OUTPUT:
         output = _kept(record, run)
         if output is not None and _is_about(verdict, output) and _known_here(record, pair, backend):
             verdict = verdict_of(pair, backend, output)
+    elif verdict.outcome in _RAISED and verdict.detail and record.kind in _THAT_LOAD:
+        refusals = declared(pair.case, pair.entry, backend)
+        verdict = next((judge.refused(each, verdict.detail) for each in refusals if each.matches(verdict.detail)), verdict)
     judged = judged_by(
         known if record.environment.get("subject", VLLM).startswith(VLLM) else Ledger(issues=()),
         verdict,

@@ -13,6 +13,7 @@ from cases.case import Entry, MoECase
 from cases.checkpoint import make_checkpoint
 from harness import ledger, rejudge
 from harness.backends import Backend
+from harness.ledger import Ledger
 from harness.suite import outputs
 from harness.suite.subjects import open_subject
 from harness.verdict import Outcome, Verdict
@@ -82,6 +83,18 @@ def test_a_verdict_on_more_than_the_output_is_not_judged_again(run: Path, outcom
     now = rejudge.again(told, run, ledger.Ledger(issues=()))
     assert (now.verdict, now.status) == (told.verdict, Status.NEW)
     assert rejudge.again(_record(CASE), run, ledger.Ledger(issues=())).verdict.outcome is Outcome.PASS
+
+
+@pytest.mark.parametrize(("relation", "kind"), [("", "pair"), ("loaded", "loading check")])
+def test_words_that_are_declared_by_now_are_a_refusal(run: Path, relation: str, kind: str) -> None:
+    declined = MoECase.from_id("e4m3fn-channel-static-quark-silu-bf16-e4k2m8h128i64-balanced")
+    raised = replace(NEW, outcome=Outcome.LOAD_ERROR, detail="ValueError: only per-tensor, per-channel and per-block scales are supported")
+    told = replace(_record(declined, relation, kind), verdict=raised)
+    now = rejudge.again(told, run, Ledger(issues=()))
+    assert (now.verdict.outcome, now.status) == (Outcome.UNSUPPORTED, Status.CLEAN)
+    assert now.verdict.detail == raised.detail
+    other = replace(told, verdict=replace(raised, detail="ValueError: something else"))
+    assert rejudge.again(other, run, Ledger(issues=())).status is Status.NEW
 
 
 def test_a_mismatch_of_another_run_than_the_one_kept_stands(run: Path) -> None:
