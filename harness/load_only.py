@@ -52,7 +52,7 @@ def _raised(case: MoECase, backend: Backend, architecture: Architecture, error: 
         extras["stops_at"] = stop
         wanted = classes(case, backend, architecture)
         if (owner := next((name for name in _OWNERS if name in stop), None)) and not any(_OWNERS[owner] in name for name in wanted):
-            return judge.wrong_class(f"{owner}'s {stop}", wanted)
+            return judge.wrong_class(f"{_OWNERS[owner]}Experts", wanted)
         claim = f"chosen for {architecture.name} and loaded as far as {stop}, which needs the GPU"
         return Verdict(outcome=Outcome.PASS, claim=claim, detail=error.detail)
     return judge.raised(Outcome.LOAD_ERROR, error.detail)

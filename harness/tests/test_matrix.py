@@ -104,7 +104,7 @@ def test_an_operator_that_needs_the_gpu_is_where_it_ends() -> None:
     assert (result.verdict.outcome, result.extras["stops_at"]) == (Outcome.PASS, "_C::gptq_marlin_repack")
     assert verdict(CHANNEL, Backend.MARLIN, LoadFailed("KeyError: 'weight_scale'")).outcome is Outcome.LOAD_ERROR
     other = verdict(CHANNEL, Backend.HUMMING, LoadFailed(needs))
-    assert (other.outcome, other.signature) == (Outcome.RUN_ERROR, "WRONG_CLASS:marlin's _C::gptq_marlin_repack")
+    assert (other.outcome, other.signature) == (Outcome.RUN_ERROR, "WRONG_CLASS:MarlinExperts")
 
 
 def test_the_ledger_speaks_of_loading_where_its_entry_does() -> None:
@@ -119,6 +119,15 @@ def test_the_ledger_speaks_of_loading_where_its_entry_does() -> None:
     assert judge_loading(known, early, QUARK, Backend.HUMMING).standing is Standing.CLEAN
     forward = MoECase.from_id(f"int8-channel-static-quark-silu-bf16-{SIZES}")
     assert judge_loading(known, loads, forward, Backend.TRITON).standing is Standing.CLEAN
+
+
+def test_marlin_instead_of_what_was_forced_is_known_of_mxfp4_by_its_class() -> None:
+    from harness import ledger
+
+    case = MoECase.from_id("e2m1-group32-none-ct-silu-bf16-e8k2m33h256i128-balanced")
+    needs = "compiled operator _C::gptq_marlin_repack has no CPU implementation in the interpreter lane: NotImplementedError: ..."
+    found = verdict(case, Backend.DEEP_GEMM, LoadFailed(needs))
+    assert judge_loading(ledger.load(ledger.LEDGER), found, case, Backend.DEEP_GEMM).standing is Standing.KNOWN
 
 
 def test_architectures_are_named_or_all() -> None:
