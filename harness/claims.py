@@ -39,6 +39,7 @@ FLASHINFER_CUTLASS = _OAI | {Activation.SILU, Activation.GELU_TANH, Activation.R
 FLASHINFER_CUTEDSL = _OAI | {Activation.SILU, Activation.RELU2_NO_MUL, Activation.SITU}
 FLASHINFER_TRTLLM = frozenset((Activation.SILU, Activation.RELU2_NO_MUL))
 FLASHINFER_TRTLLM_FP8 = FLASHINFER_TRTLLM | {Activation.SWIGLUOAI_UNINTERLEAVE}
+FLASHINFER_TRTLLM_MXFP4 = frozenset((Activation.SILU, Activation.SWIGLUOAI, Activation.SITU))
 FLASHINFER_TRTLLM_NVFP4 = FLASHINFER_TRTLLM_FP8 | {Activation.GELU, Activation.GELU_TANH, Activation.SITU}
 AITER = _OAI | {Activation.SILU, Activation.GELU, Activation.SITU}
 FLOATS = frozenset((Format.FP32, Format.BF16, Format.FP16))

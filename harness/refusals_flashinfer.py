@@ -80,6 +80,18 @@ FLASHINFER_TRTLLM: tuple[Refusal, ...] = (
         "parallel config",
     ),
     Refusal(
+        reason="TRT-LLM's layout of bf16 weights has blocks of 128 bytes of a row",
+        says="shape '.*' is invalid for input of size",
+        applies=at_layer(lambda c: c.origin is Origin.UNQUANTIZED and c.hidden % 64 != 0),
+        reasoned=False,
+    ),
+    Refusal(
+        reason="TRT-LLM's layout of per-tensor FP8 weights has 32 rows at a time",
+        says="must be multiples of 32",
+        applies=at_layer(lambda c: _is(c, TENSOR_STATIC) and c.hidden % 32 != 0),
+        reasoned=False,
+    ),
+    Refusal(
         reason="FlashInfer's TRT-LLM kernels take bf16 hidden states",
         says=".",
         applies=at_layer(lambda c: not int8(c) and c.dtype is not Format.BF16),

@@ -26,6 +26,7 @@ _ACTIVATIONS = {  # of lanes that do not know every activation, before anything 
     ("flashinfer-cutedsl", Family.NVFP4): claims.FLASHINFER_CUTEDSL,
     ("flashinfer-trtllm", Family.NVFP4): claims.FLASHINFER_TRTLLM_NVFP4,
     ("flashinfer-trtllm", Family.MXFP8): claims.FLASHINFER_TRTLLM_FP8,
+    ("flashinfer-trtllm", Family.MXFP4): claims.FLASHINFER_TRTLLM_MXFP4,
     ("deep-gemm", Family.MXFP8): claims.DEEP_GEMM,
 }
 
@@ -39,6 +40,11 @@ def _blackwell() -> bool:
 def _nvfp4_cores(lane: str) -> bool:
     """experts/{cutlass,flashinfer_cutlass}_moe.py run on sm120 too, the others on sm100 alone."""
     return _blackwell() or (lane in ("cutlass", "flashinfer-cutlass") and compute_capability() >= 110)
+
+
+def _whole_scale_tiles(case: MoECase) -> bool:
+    """oracle/mxfp4.py, _swizzle_cutlass_mxfp4_scales: 4 groups of 32 columns."""
+    return case.w13_rows % 128 == 0 and case.hidden % 128 == 0 and case.intermediate % 128 == 0
 
 
 def _channel(case: MoECase) -> bool:
@@ -72,6 +78,12 @@ _LINES: tuple[tuple[When, str, str, bool], ...] = (
         lambda c, lane: ct_mxfp4(c) and not c.activation.gated,
         "AssertionError|shape '.*' is invalid for input of size",
         "Marlin's and CUTLASS's preparation of compressed-tensors MXFP4 is written for gated layers",
+        False,
+    ),
+    (
+        lambda c, lane: ct_mxfp4(c) and _blackwell() and not _whole_scale_tiles(c),
+        "shape '.*' is invalid for input of size",
+        "CUTLASS's tiles of MXFP4 scales have 128 rows and 4 groups, and neither weights nor scales are padded",
         False,
     ),
     (
@@ -294,9 +306,14 @@ _LINES: tuple[tuple[When, str, str, bool], ...] = (
         True,
     ),
     (
-        lambda c, lane: lane == "flashinfer-trtllm" and family(c) is Family.MXFP4 and not ct_mxfp4(c) and not c.bias,
+        lambda c, lane: (
+            lane == "flashinfer-trtllm"
+            and family(c) is Family.MXFP4
+            and not ct_mxfp4(c)
+            and not (c.bias and c.checkpoint is CheckpointFormat.GPT_OSS)
+        ),
         "AssertionError|does not support",
-        "making TRT-LLM's MXFP4 layout takes biases for granted",
+        "making TRT-LLM's MXFP4 layout takes biases for granted, which gpt-oss's method alone hands over",
         False,
     ),
     (
