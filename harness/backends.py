@@ -36,7 +36,7 @@ from harness.claims import (
     Claim,
     claim,
 )
-from harness.installed import compute_capability
+from harness.installed import BLACKWELL, compute_capability
 from harness.refusals import (
     BY_THE_METHOD,
     CT_FP8_DYNAMIC_TENSOR,
@@ -329,6 +329,8 @@ def refusals_on(backend: Backend, architecture: Architecture) -> tuple[Refusal, 
         no_device = f"{backend} has no kernels for {architecture.name}"
         return (not_supported(lambda c: not runs_default(c, backend), no_device, "current device"),)
     match backend:
+        case Backend.MARLIN | Backend.HUMMING | Backend.HUMMING_A8 if architecture.number in BLACKWELL:
+            return refusals_flashinfer.DEFAULT_ON_SM100
         case Backend.TRITON | Backend.INTERPRETER if architecture.number < 89:
             return (not_supported(fp8, "Triton's FP8 kernels need FP8 tensor cores, sm89", "quantization scheme"),)
         case Backend.FLASHINFER_CUTLASS if architecture.number != 90:

@@ -46,6 +46,26 @@ FLASHINFER_CUTLASS: tuple[Refusal, ...] = (
 )
 
 
+def _taken(case: MoECase) -> bool:
+    """oracle/unquantized.py asks TRT-LLM's experts for the activation and the routing, not for dtype and sizes."""
+    return case.origin is Origin.UNQUANTIZED and case.activation in claims.FLASHINFER_TRTLLM and case.renormalize
+
+
+DEFAULT_ON_SM100: tuple[Refusal, ...] = (
+    Refusal(
+        reason="FlashInfer's TRT-LLM kernels take bf16 layers; where vLLM chooses by itself on sm100, it does not look",
+        says="requires bfloat16 weights",
+        applies=at_layer(lambda c: _taken(c) and c.dtype is not Format.BF16),
+    ),
+    Refusal(
+        reason="TRT-LLM's layout of bf16 weights has blocks of 128 bytes of a row; where vLLM chooses by itself on sm100, it does not look",
+        says="shape '.*' is invalid for input of size",
+        applies=at_layer(lambda c: _taken(c) and c.hidden % 64 != 0),
+        reasoned=False,
+    ),
+)
+
+
 def _trtllm_activations(case: MoECase) -> frozenset[Activation]:
     """Of an FP8 layer the modular experts are asked last, whatever its scheme, and say what is said."""
     return claims.FLASHINFER_TRTLLM if case.origin is Origin.UNQUANTIZED else claims.FLASHINFER_TRTLLM_FP8
@@ -79,12 +99,7 @@ FLASHINFER_TRTLLM: tuple[Refusal, ...] = (
         "FlashInfer's TRT-LLM bf16 kernels of one rank route themselves, and renormalize",
         "parallel config",
     ),
-    Refusal(
-        reason="TRT-LLM's layout of bf16 weights has blocks of 128 bytes of a row",
-        says="shape '.*' is invalid for input of size",
-        applies=at_layer(lambda c: c.origin is Origin.UNQUANTIZED and c.hidden % 64 != 0),
-        reasoned=False,
-    ),
+    *DEFAULT_ON_SM100,
     Refusal(
         reason="TRT-LLM's layout of per-tensor FP8 weights has 32 rows at a time",
         says="must be multiples of 32",
@@ -94,7 +109,7 @@ FLASHINFER_TRTLLM: tuple[Refusal, ...] = (
     Refusal(
         reason="FlashInfer's TRT-LLM kernels take bf16 hidden states",
         says=".",
-        applies=at_layer(lambda c: not int8(c) and c.dtype is not Format.BF16),
+        applies=at_layer(lambda c: fp8(c) and c.dtype is not Format.BF16),
         reasoned=False,
     ),
 )

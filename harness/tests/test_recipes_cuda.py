@@ -80,3 +80,14 @@ def test_no_reference_is_written_for_kernels_that_nobody_has_derived(monkeypatch
 def test_deep_gemm_refuses_every_other_activation(activation: str) -> None:
     case = MoECase.from_id(BLOCK.format(activation, ""))
     assert declared_refusal(case, Entry.LAYER, Backend.DEEP_GEMM) is not None
+
+
+@pytest.mark.parametrize("backend", [Backend.MARLIN, Backend.HUMMING, Backend.FLASHINFER_TRTLLM])
+def test_the_default_on_blackwell_does_not_look_at_the_dtype(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = MoECase.from_id("fp16-none-none-plain-silu-fp16-e4k2m8h128i64-balanced")
+    monkeypatch.setenv(VARIABLE, "sm100")
+    refusal = declared_refusal(case, Entry.LAYER, backend)
+    assert refusal is not None
+    assert refusal.matches("ValueError: Unquantized Moe Backend FlashInfer TRTLLM requires bfloat16 weights")
+    monkeypatch.setenv(VARIABLE, "sm90")
+    assert (declared_refusal(case, Entry.LAYER, backend) is None) == (backend is not Backend.FLASHINFER_TRTLLM)
