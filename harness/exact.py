@@ -174,7 +174,7 @@ def identify(variant: Variant, actual: torch.Tensor) -> str:
         return NOT_FINITE
     if variant.views:
         seen = replace(inputs, loaded=memory_scales(setting, variant.views))
-        return STRIDES_IGNORED if _inside(seen, values) else ""
+        return STRIDES_IGNORED if bool(_inside(seen, values)[0].all()) else ""
     for fault in Fault:
         if applicable(fault, setting.case, how) and _predicts(fault, inputs, values):
             return f"{fault.name}@all" if separable(fault) else fault.name
@@ -209,16 +209,21 @@ def _predicts(fault: Fault, inputs: Inputs, actual: torch.Tensor) -> bool:
         return evaluate(changed)
 
     output = round_to(contributions(fault, inputs, spy).sum(1), inputs.recipe.output)
-    if bool(((output == actual) | _overflowed(output, actual)).all()):
+    predicted = (output == actual) | _overflowed(output, actual)
+    if bool(predicted.all()):
         return True
-    return no_interval(fault, inputs) is None and _inside(seen[-1], actual)
+    if no_interval(fault, inputs) is not None:
+        return False
+    honest, open_ended = _inside(seen[-1], actual)
+    lost = open_ended & ~torch.isfinite(output)  # NaN on the way: a kernel's clamp may turn it into a number, and no bound follows it
+    return bool((predicted | honest | lost).all()) and not bool(lost.all())
 
 
-def _inside(inputs: Inputs, actual: torch.Tensor) -> bool:
-    """Whether every element is an honest result of ``inputs``."""
+def _inside(inputs: Inputs, actual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which elements [M, H] are honest results of ``inputs``, and which have no bounds."""
     bounds = enclose(inputs.loaded, inputs.hidden_states, inputs.routing, inputs.activation, inputs.recipe)
     low, high = (round_to(end, inputs.recipe.output) for end in (bounds.low, bounds.high))
-    return bool(((low <= actual) & (actual <= high) | _overflowed(low + high, actual)).all())
+    return (low <= actual) & (actual <= high) | _overflowed(low + high, actual), torch.isnan(low) | torch.isnan(high)
 
 
 def _overflowed(predicted: torch.Tensor, actual: torch.Tensor) -> torch.Tensor:

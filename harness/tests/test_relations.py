@@ -10,14 +10,17 @@ from cases.axes import InvalidCase
 from cases.case import Entry, MoECase
 from cases.perturb import Spot, perturb
 from harness.backends import Backend
-from harness.exact import BUILDERS, Drive, run_relation, verdict
+from harness.exact import BUILDERS, Drive, evaluate, identify, inputs_of, run_relation, verdict
 from harness.faults import Fault
+from harness.inject import contributions
 from harness.message import message
 from harness.pairs import Pair
 from harness.relations import EXEMPTIONS, Exemption, Place, Relation, asked, why_not
 from harness.relations_check import Setting, Variant, check
 from harness.subject.fake import FakeSubject
 from harness.verdict import NOT_FINITE, Outcome
+from references.formats import round_to
+from references.vocabulary import Format
 
 CHANNEL = "int8-channel-static-raw-relu2_no_mul-bf16-e4k1m8h64i32-balanced-lattice"
 PAIRS = (
@@ -62,6 +65,26 @@ def test_the_founding_fault_is_named_with_the_scale_that_was_used() -> None:
 def test_no_fault_is_named_where_nothing_finite_is_left() -> None:
     start = setting("e4m3fn-channel-dyntensor-quark-silu-fp16-e5k2m3h96i80-balanced-lattice", Entry.FUSED_EXPERTS)
     assert verdict(Relation.REFERENCE, start, Drive(FakeSubject(Fault.W_SCALE_FLAT_INDEX))).signature == NOT_FINITE
+
+
+def test_a_fault_is_named_where_a_clamp_makes_numbers_of_its_nan_and_only_there() -> None:
+    """Seen on an H200 and here: a scale that the flat index gives another expert overflows fp16, and FP8's clamp takes the NaN away."""
+    text = "e4m3fn-channel-static-quark-gelu-fp16-e8k4m33h128i64-balanced-bias-lattice"
+    start = setting(text, Entry.FUSED_EXPERTS)
+    third = list(BUILDERS[Relation.GATE_SCALE](start))[2]
+    faulty = evaluate_faulty(third.setting)
+    nowhere = ~torch.isfinite(faulty)
+    assert 0 < int(nowhere.sum()) < nowhere.numel() // 2
+    clamped = torch.where(nowhere, 1.0, faulty)
+    assert identify(third, clamped.half()) == "W_SCALE_FLAT_INDEX@all"
+    (row, column), *_ = torch.nonzero(~nowhere & (faulty != 0)).tolist()
+    clamped[row, column] *= 1.01
+    assert identify(third, clamped.half()) == ""
+
+
+def evaluate_faulty(start: Setting) -> torch.Tensor:
+    """[M, H] float64 as fp16 holds it, with the founding fault."""
+    return round_to(contributions(Fault.W_SCALE_FLAT_INDEX, inputs_of(start), evaluate).sum(1), Format.FP16)
 
 
 @pytest.mark.parametrize(
