@@ -70,6 +70,13 @@ def affected(fault: Fault, inputs: Inputs, answer: Answer) -> tuple[int, ...]:
     return _changed(_by_expert(answer, given, len(inputs.loaded)))
 
 
+def everywhere(fits: Iterable[FaultFit], inputs: Inputs, answer: Answer) -> tuple[FaultFit, ...]:
+    """Those of ``fits`` granted to some experts only, granted to all they change: a share that roundings hide was taken for a no."""
+    some = [each for each in fits if each.experts and each.residual < 1.0]
+    wider = [replace(each, experts=affected(Fault[each.fault], inputs, answer)) for each in some]
+    return tuple(every for every, each in zip(wider, some, strict=True) if every != each)
+
+
 def evaluate(inputs: Inputs) -> torch.Tensor:
     """Contributions [M, k, H] float64, by the reference."""
     return forward(inputs.loaded, inputs.hidden_states, inputs.routing, inputs.activation, inputs.recipe)

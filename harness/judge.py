@@ -14,7 +14,7 @@ from harness import expected
 from harness.compare import Comparison, show
 from harness.explained import EXPLAINS, NEAR, Left, explanation, has_interval, left, no_interval, of_the_lane
 from harness.faults import Fault, applicable
-from harness.fit import affected, fit, fit_together, gain_residual
+from harness.fit import affected, everywhere, fit, fit_together, gain_residual
 from harness.gains import Gain, Gains, Group, gains
 from harness.inject import Inputs
 from harness.pattern import pattern
@@ -87,6 +87,8 @@ def judge(
     faults = [fault for fault in Fault if applicable(fault, case, recipe) or of_the_lane(fault, inputs)]
     fits = fit(inputs, answer, actual, faults)
     whole = explanation(fits, inputs, actual)
+    if whole is None and (whole := explanation(everywhere(fits, inputs, answer), inputs, actual)) is not None:
+        fits = (whole, *(each for each in fits if each.fault != whole.fault))
     if fits and whole is None:  # a lane may drop biases and weight its input twice: no one of them explains that
         groups = [[f for f in faults if f in group and no_interval(f, inputs) is None] for group in _SEEN_TOGETHER]
         together = fit_together(inputs, answer, actual, groups)

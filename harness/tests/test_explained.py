@@ -15,7 +15,7 @@ from harness.backends import Backend
 from harness.compare import compare
 from harness.explained import EXPLAINS, NO_INTERVAL, has_interval, left, no_interval, with_faults
 from harness.faults import Fault, applicable
-from harness.fit import NOT_FITTED, evaluate
+from harness.fit import NOT_FITTED, evaluate, fit
 from harness.inject import Inputs, changed, contributions, with_all
 from harness.inject_gains import gained, target
 from harness.ledger import Standing
@@ -243,6 +243,17 @@ def test_the_experts_that_a_fault_is_granted_to_are_the_ones_that_have_it() -> N
     partly = pair.stored(torch.where(has_it, pair.numbers(Fault.BIAS_DROPPED), pair.numbers()))
     assert not left(replace(whole, experts=(1, 3)), inputs, partly)
     assert left(whole, inputs, partly)
+
+
+def test_an_expert_whose_share_roundings_hide_has_the_fault_too() -> None:
+    """Seen on an H200: one of twelve experts in use has so small a router weight that least squares say no."""
+    case = MoECase.from_id("int4-group64-none-gptq-relu2_no_mul-bf16-e40k4m3h128i64-balanced-norenorm")
+    pair = Pair(case, LAYER, EMULATION)
+    actual = pair.fake(Fault.ZERO_POINTS_AS_STORED)
+    (granted,) = fit(pair.inputs(), pair.answer, actual, [Fault.ZERO_POINTS_AS_STORED])
+    assert len(granted.experts) == 11
+    assert len(set(pair.answer.routing.topk_ids.flatten().tolist())) == 12
+    assert pair.judged(actual).signature == "ZERO_POINTS_AS_STORED@all"
 
 
 def test_a_fault_of_the_numbers_is_no_excuse_for_a_gain_over_it() -> None:
