@@ -60,6 +60,10 @@ def parser() -> Parser:
 
     command = commands.add_parser("lanes", help="print the nightly matrix as JSON", description=lanes.__doc__)
     command.add_argument("--level", default=Level.NIGHTLY.value, help=f"{_of(Level)}; default: nightly")
+    command.add_argument(
+        "--backend", action="append", default=[], help=f"{_of(Backend)}; may be repeated; default: all that this harness can drive"
+    )
+    command.add_argument("--architecture", action="append", default=[], metavar="NAME", help="only this machine's lanes; may be repeated")
     command.set_defaults(handler=lanes.main)
 
     command = commands.add_parser("matrix", help="format × origin × backend: ran, refused, failed", description=matrix.__doc__)
