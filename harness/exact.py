@@ -52,6 +52,7 @@ BUILDERS: dict[Relation, Callable[[Setting], Iterator[Variant]]] = {
 }
 
 STRIDES_IGNORED = "W_SCALE_STRIDES_IGNORED"  # expert e is scaled by memory element e of a scale tensor that is not laid out that way
+_LOST = 1.0 / 8.0  # of the elements: what a fault leaves without a bound says nothing for it, nor against a second one
 _REASONED = ("ValueError", "AssertionError", "NotImplementedError", "RuntimeError")  # with a text of its own
 
 
@@ -215,8 +216,8 @@ def _predicts(fault: Fault, inputs: Inputs, actual: torch.Tensor) -> bool:
     if no_interval(fault, inputs) is not None:
         return False
     honest, open_ended = _inside(seen[-1], actual)
-    lost = open_ended & ~torch.isfinite(output)  # NaN on the way: a kernel's clamp may turn it into a number, and no bound follows it
-    return bool((predicted | honest | lost).all()) and not bool(lost.all())
+    lost = open_ended & ~torch.isfinite(output) & torch.isfinite(actual)  # a kernel's clamp may make a number of NaN: no bound follows it
+    return bool((predicted | honest | lost).all()) and int(lost.sum()) < _LOST * lost.numel()
 
 
 def _inside(inputs: Inputs, actual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

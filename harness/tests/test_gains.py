@@ -118,6 +118,26 @@ def test_a_scale_of_a_row_that_is_in_doubt_moves_it_without_scatter() -> None:
     ] == [(2,)]
 
 
+def test_the_doubt_in_a_scale_is_granted_to_the_row_that_has_it_and_no_more() -> None:
+    """Experts whose contributions do not overlap: each has its own doubt added. Where they overlap, signs do not cancel."""
+    apart = torch.zeros(2, 2, 128, dtype=torch.float64)
+    apart[:, 0, :64], apart[:, 1, 64:] = normal(2, 64, seed=1), normal(2, 64, seed=2)
+    doubt = torch.tensor([[0.001, 0.002], [0.003, 0.004]], dtype=torch.float64)
+    assert _added_bias(apart, [[0, 1], [2, 3]], doubt).tolist() == pytest.approx(doubt.flatten().tolist(), rel=1e-6)
+    everywhere = torch.full((8, 2), 0.001, dtype=torch.float64)
+    assert bool((_added_bias(ramp(8, 2), TOP2, everywhere) > 1.05 * 0.001).all())
+
+
+def _added_bias(given: torch.Tensor, ids: list[list[int]], doubt: torch.Tensor) -> torch.Tensor:
+    """[E]: what ``doubt`` [M, k] adds to the bias of each expert."""
+    wide = answer(given, ids, radius=0.5, output=Format.FP32)
+    doubted = replace(wide, row_scale_doubt=doubt)
+    without, within = (
+        gains(each, stored(given, Format.FP32), int(wide.routing.topk_ids.max()) + 1).expert.bias for each in (wide, doubted)
+    )
+    return within - without
+
+
 def test_a_declared_bias_is_granted() -> None:
     given = ramp(8, 1)
     honest = answer(given, TOP1, output=Format.FP32)

@@ -120,6 +120,7 @@ def test_an_entry_that_matches_nothing_is_named(tmp_path: Path) -> None:
         (PEAK.replace("2.5", "'2.5'"), 2, "'peak' is '2.5'; a signature of PEAK needs it"),
         (PEAK.replace("2.5", "true"), 2, "'peak' is True; a signature"),
         (PEAK.replace("2.5", "1"), 2, "'peak' is 1; a signature"),
+        (PEAK.replace("2.5", "9" * 400), 2, "'peak' is 999"),
         (PEAK.replace("2.5", "inf"), 2, "'peak' is inf; a signature"),
         ('title = "x"\n' + ENTRY, 1, "only [[issue]] tables belong here"),
         ('issue = "x"\n', 1, "only [[issue]] tables belong here, found another form of `issue`"),

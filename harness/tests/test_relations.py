@@ -9,6 +9,7 @@ import torch
 from cases.axes import InvalidCase
 from cases.case import Entry, MoECase
 from cases.perturb import Spot, perturb
+from harness import exact
 from harness.backends import Backend
 from harness.exact import BUILDERS, Drive, evaluate, identify, inputs_of, run_relation, verdict
 from harness.faults import Fault
@@ -77,9 +78,22 @@ def test_a_fault_is_named_where_a_clamp_makes_numbers_of_its_nan_and_only_there(
     assert 0 < int(nowhere.sum()) < nowhere.numel() // 2
     clamped = torch.where(nowhere, 1.0, faulty)
     assert identify(third, clamped.half()) == "W_SCALE_FLAT_INDEX@all"
+    assert identify(third, torch.where(nowhere, torch.nan, faulty).half()) == "W_SCALE_FLAT_INDEX@all"
     (row, column), *_ = torch.nonzero(~nowhere & (faulty != 0)).tolist()
     clamped[row, column] *= 1.01
     assert identify(third, clamped.half()) == ""
+
+
+def test_a_fault_is_not_named_where_most_has_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "e4m3fn-channel-static-quark-gelu-fp16-e8k4m33h128i64-balanced-bias-lattice"
+    third = list(BUILDERS[Relation.GATE_SCALE](setting(text, Entry.FUSED_EXPERTS)))[2]
+    faulty = evaluate_faulty(third.setting)
+    clamped = torch.where(torch.isfinite(faulty), faulty, 1.0).half()
+    share = float((~torch.isfinite(faulty)).double().mean())
+    monkeypatch.setattr(exact, "_LOST", share)
+    assert identify(third, clamped) == ""
+    monkeypatch.setattr(exact, "_LOST", share * 1.01)
+    assert identify(third, clamped) == "W_SCALE_FLAT_INDEX@all"
 
 
 def evaluate_faulty(start: Setting) -> torch.Tensor:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from references.answer import answer
-from references.enclosure import enclose
+from references.bounds import Interval
+from references.enclosure import SCALES_OF_GEMM_2, enclose
 from references.formats import torch_dtype
 from references.loading import load
 from references.moe import Answer, Expert, Projection, Routing, forward
@@ -229,6 +230,21 @@ def test_the_doubt_in_a_row_s_scale_holds_what_its_largest_element_may_be() -> N
     assert bool((got.row_scale_doubt >= 0).all())
     assert 0.0 < float(got.row_scale_doubt.amax()) < 0.05
     assert answered(replace(layer, recipe=replace(layer.recipe, a2=None))).row_scale_doubt is None
+
+
+def test_the_doubt_in_a_row_s_scale_is_that_of_the_row_alone() -> None:
+    layer = make(BF16, INT8, Layout.CHANNEL, Layout.TOKEN, experts=4, top_k=2, tokens=40)
+    doubt = answered(layer).row_scale_doubt
+    assert doubt is not None
+    for token in torch.nonzero(doubt.amax(1) > 0).flatten()[:4].tolist():
+        traced: dict[str, Interval] = {}
+        here = slice(token, token + 1)
+        routing = Routing(topk_ids=layer.routing.topk_ids[here], topk_weights=layer.routing.topk_weights[here])
+        loaded = load(layer.experts, layer.recipe)
+        enclose(loaded, layer.hidden_states[here], routing, layer.activation, layer.recipe, traced.__setitem__)
+        scales = traced[SCALES_OF_GEMM_2]
+        alone = ((scales.high - scales.low) / scales.low).flatten()[routing.rows.back]
+        assert torch.equal(doubt[token], alone)
 
 
 # ------------------------------------------------------------------------------------------------------------------ odds and ends
