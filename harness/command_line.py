@@ -48,7 +48,7 @@ def parser() -> Parser:
     command.set_defaults(handler=listing.main)
 
     command = commands.add_parser("show", help="all there is to know of one case", description=show.__doc__)
-    command.add_argument("case", metavar="CASE")
+    command.add_argument("case", metavar="CASE", help="a case's id, or CASE[ENTRY] as `moediff list` prints it")
     command.add_argument("--backend", help=f"{_of(Backend)}; default: the one this machine can run")
     command.add_argument(
         "--architecture", default=os.environ.get(VARIABLE), metavar="NAME", help=f"on this GPU: {', '.join(ARCHITECTURES)}"

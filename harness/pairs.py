@@ -78,6 +78,17 @@ def parse_case(text: str) -> MoECase:
         raise Misuse(f"'{shown}' is not a case: {reason}; `moediff list` prints ids that are") from None
 
 
+def parse_pair(text: str) -> tuple[MoECase, Entry | None]:
+    """A case's id, or a pair's, ``case[entry]``, as ``moediff list`` prints it. Raises Misuse."""
+    case_id, bracket, door = text.removesuffix("]").partition("[")
+    if not bracket or not text.endswith("]"):
+        return parse_case(text), None
+    case, entry = parse_case(case_id), parse_entry(door)
+    if not entry_takes(case, entry):
+        raise Misuse(f"entry '{entry}' does not take this case; leave [{entry}] out to see through which it enters")
+    return case, entry
+
+
 def parse_expression(text: str) -> str:
     """What ``-k`` takes. Raises Misuse: under xdist a bad one would end every worker and not say why."""
     try:

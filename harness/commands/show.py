@@ -14,12 +14,13 @@ from rich.text import Text
 from cases.case import Data, Entry, Level, MoECase, Routing, entry_takes
 from cases.roles import empty_expert, zero_expert
 from harness import architectures, ledger
-from harness.backends import Backend, declared_refusal, experts_expected, has_entry
+from harness.backends import SPECS, Backend, declared_refusal, experts_expected, has_entry
 from harness.commands.output import draw, say
 from harness.environment import version
-from harness.exits import Exit
-from harness.pairs import Pair, parse_case, relate, repeat
-from harness.suite.options import parse_backend
+from harness.exits import Exit, Misuse
+from harness.lanes import driven
+from harness.pairs import Pair, parse_pair, relate, repeat
+from harness.suite.options import parse_backend, runs
 from references.vocabulary import ActQuant, Recipe
 
 if TYPE_CHECKING:
@@ -31,9 +32,11 @@ _PARTS = (1, 2, 4, 8, 16, 32, 64, 128)  # that groups, blocks and words make of 
 
 def main(arguments: Namespace) -> int:
     """Raises Misuse."""
-    case, known = parse_case(arguments.case), ledger.load(ledger.LEDGER)
+    (case, only), known = parse_pair(arguments.case), ledger.load(ledger.LEDGER)
     name = architectures.parse(arguments.architecture).name if arguments.architecture else ""
     backend = Backend.INTERPRETER if name and not arguments.backend else parse_backend(arguments.backend)
+    if only is not None and not has_entry(only, backend):
+        raise Misuse(f"backend '{backend}' has no entry '{only}'; leave [{only}] out, or name another with --backend")
     say(case.id)
     draw(_fields(case))
     tensors, config = on_disk(case)
@@ -41,10 +44,22 @@ def main(arguments: Namespace) -> int:
     say(f"quantization_config: {config}\n")
     with architectures.answering_as(name):
         for entry in Entry:
-            if entry_takes(case, entry) and has_entry(entry, backend):
+            if only in (None, entry) and entry_takes(case, entry) and has_entry(entry, backend):
                 draw(_expectation(case, entry, backend, known, name))
-                say(f"again: {repeat(Pair(case, entry), backend)}{f' --architecture {name}' if name else ''}\n")
+                say(_again(Pair(case, entry), backend, name))
     return Exit.AS_THE_LEDGER_SAYS
+
+
+def _again(pair: Pair, backend: Backend, architecture: str) -> str:
+    """The command that runs the pair; why there is none, where no run asks for it."""
+    if architecture and SPECS[backend].needs_gpu and pair.entry is not Entry.LAYER:
+        return f"A CPU that answers as {architecture} loads layers for {backend}, and runs nothing: no command repeats this pair.\n"
+    if not architecture and not any(map(driven, SPECS[backend].architectures)):
+        return f"This harness cannot drive the GPUs of {backend} yet: no command repeats this pair.\n"
+    if not architecture and not runs(pair, backend):
+        on = ", ".join(SPECS[backend].architectures)
+        return f"No command repeats this pair: with --architecture NAME it is loaded as for one of {on}.\n"
+    return f"again: {repeat(pair, backend)}{f' --architecture {architecture}' if architecture else ''}\n"
 
 
 def _fields(case: MoECase) -> Table:

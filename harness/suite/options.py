@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from cases.case import Entry, Level
 from harness import architectures
 from harness.backends import SPECS, Backend, UnknownBackend, has_entry
-from harness.exits import Misuse
+from harness.exits import Misuse, Unavailable
 from harness.gpus import default_backend, visible_gpus
 from harness.pairs import Pair, Related, parse_entry, parse_expression, parse_level, relate, select
+from harness.preflight import why_not
 from harness.recipes import written
 from harness.suite import subjects
 
@@ -53,13 +54,19 @@ class Options:
         return self.machine is not self.backend and SPECS[self.backend].needs_gpu
 
     def pairs(self) -> tuple[Pair, ...]:
-        """In the generator's order, through the entries the backend has, where the subject's fault applies. Raises Misuse."""
+        """In the generator's order, through the entries the backend has, where the subject's fault applies.
+
+        Raises:
+            Misuse: there is none; Unavailable, where no reference is written for a backend that cannot run here either.
+        """
         chosen = select(self.level, self.cases, self.entry)
         pairs = tuple(pair for pair in chosen if has_entry(pair.entry, self.backend) and (pair.entry is Entry.LAYER or not self.loads_only))
         if not pairs:
             raise Misuse(f"backend '{self.backend}' has no entry '{chosen[0].entry}'; leave --entry out, or use --backend triton")
         pairs = tuple(pair for pair in pairs if self.loads_only or written(pair.case, pair.entry, self.backend))
         if not pairs:
+            if self.subject == subjects.VLLM and isinstance(reason := why_not(self.machine), Unavailable):
+                raise reason  # as a run of the level says
             raise Misuse(f"no reference is written yet for what backend '{self.backend}' runs there; use --backend triton, or interpreter")
         shown = tuple(pair for pair in pairs if self._why_left_out(pair) is None)
         if not shown:

@@ -30,6 +30,7 @@ def test_no_layer_is_too_large_to_be_shown(capsys: pytest.CaptureFixture[str]) -
 
 
 SIZES = "bf16-e4k2m8h128i128-balanced"
+INT8 = "int8-channel-static-quark-silu-fp16-e4k2m8h128i64-balanced"
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -66,3 +67,47 @@ def test_where_no_reference_is_written_no_recipe_is_shown(capsys: pytest.Capture
     told = shown(capsys, case, "--architecture", "sm100", "--backend", "flashinfer-cutedsl")
     assert "no reference is written" in told
     assert "accumulator" not in told
+
+
+def test_a_pair_as_list_prints_it_is_shown_through_its_entry(capsys: pytest.CaptureFixture[str]) -> None:
+    case = INT8
+    both = shown(capsys, case, "--backend", "interpreter")
+    told = shown(capsys, f"{case}[fused_experts]", "--backend", "interpreter")
+    assert told.startswith(f"{case}\n")
+    assert (both.count("again: "), told.count("again: ")) == (3, 1)
+    assert f"again: moediff run {case} --entry fused_experts --backend interpreter\n" in told
+
+
+@pytest.mark.parametrize(
+    ("text", "backend", "says"),
+    [
+        (f"{INT8}[back]", "interpreter", "unknown entry 'back'"),
+        (f"{INT8}[layer", "interpreter", "is not a case"),
+        (f"e2m1-group16-dyngroup16-ct-silu-{SIZES}[fused_experts]", "triton", "entry 'fused_experts' does not take this case; leave ["),
+        (f"{INT8}[fused_experts]", "marlin", "backend 'marlin' has no entry 'fused_experts'; leave [fused_experts] out"),
+    ],
+)
+def test_a_pair_that_is_none_is_misuse(text: str, backend: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", text, "--backend", backend]) == Exit.MISUSE
+    told = capsys.readouterr()
+    assert (told.out, told.err.count("\n")) == ("", 1)
+    assert says in told.err
+
+
+@pytest.mark.parametrize(
+    ("backend", "architecture", "says"),
+    [
+        ("aiter", [], "cannot drive the GPUs of aiter yet"),
+        ("flashinfer-cutlass", [], "with --architecture NAME it is loaded as for one of sm90"),
+        ("flashinfer-cutlass", ["--architecture", "sm90"], "again: moediff run CASE --entry layer --backend flashinfer-cutlass --arch"),
+        ("triton", ["--architecture", "sm90"], "loads layers for triton, and runs nothing"),
+        ("triton", [], "again: moediff run CASE --entry fused_experts --backend triton\n"),
+    ],
+)
+def test_a_command_is_shown_where_there_is_one(
+    backend: str, architecture: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = f"e4m3fn-tensor-static-ct-silu-{SIZES}"
+    told = shown(capsys, case, "--backend", backend, *architecture).replace(case, "CASE")
+    assert says in told
+    assert ("again: " in told) is (backend == "triton" or bool(architecture))

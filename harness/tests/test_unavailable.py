@@ -6,7 +6,8 @@ import pytest
 
 from harness import preflight
 from harness.backends import Backend
-from harness.exits import Unavailable
+from harness.cli import main
+from harness.exits import Exit, Unavailable
 
 SAYS = {
     Backend.FLASHINFER_CUTLASS: "needs the Python module flashinfer",
@@ -65,3 +66,16 @@ def test_a_lane_of_other_gpus_does_not_ask_for_one_of_nvidia(monkeypatch: pytest
     monkeypatch.setattr(preflight, "visible_gpus", lambda: ())
     assert "drives no other" in str(preflight.why_not(Backend.AITER))
     assert "an NVIDIA GPU and none is visible" in str(preflight.why_not(Backend.MARLIN))
+
+
+@pytest.mark.parametrize("named", [[], ["e4m3fn-tensor-static-ct-silu-bf16-e4k2m8h128i128-balanced"]])
+def test_a_level_and_a_case_without_a_reference_end_alike(
+    named: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(preflight, "visible_gpus", lambda: ())
+    assert main(["run", *named, "--backend", "aiter"]) == Exit.UNAVAILABLE
+    assert "drives no other" in capsys.readouterr().err
+    assert (
+        main(["run", "e4m3fn-tensor-static-ct-silu-bf16-e4k2m8h128i128-balanced", "--backend", "aiter", "--subject", "fake"]) == Exit.MISUSE
+    )
+    assert "no reference is written yet" in capsys.readouterr().err
