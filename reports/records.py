@@ -8,7 +8,7 @@ A worker killed between ``started`` and ``finished`` leaves a pair without a rec
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
@@ -20,6 +20,8 @@ from harness.verdict import LOST, OUT_OF_MEMORY, FaultFit, Outcome, Verdict
 MERGED = "records.jsonl"
 KINDS = ("pair", "exact relation", "loading check", "device check")  # of records: a pair itself, or what else is asked of one
 FIRST_STAGE = "prepare"  # checkpoint, batch and expectation are made
+_CUT_OFF = "WORKER_ENDED@"  # the stage follows
+_FINISHED = b'{"finished": '
 
 
 class RecordsUnreadable(ValueError):
@@ -121,10 +123,15 @@ def died(start: Start, stage: str) -> Record:
     claim = f"worker {start.worker} ended while this pair was at stage '{stage}'"
     return Record.of(
         start,
-        verdict=Verdict(outcome=Outcome.RUN_ERROR, claim=claim, signature=f"WORKER_ENDED@{stage}"),
+        verdict=Verdict(outcome=Outcome.RUN_ERROR, claim=claim, signature=f"{_CUT_OFF}{stage}"),
         status=Status.NEW,
         news=f"{claim}; run it alone to see why",
     )
+
+
+def cut_off(record: Record) -> bool:
+    """Whether it is of a pair whose worker ended before it could write one."""
+    return record.verdict.signature.startswith(_CUT_OFF)
 
 
 def broke(start: Start, stage: str, detail: str) -> Record:
@@ -166,6 +173,11 @@ class Recorder:
     def finished(self, record: Record) -> None:
         """The pair in progress has its record."""
         self._line(f'{{"finished": {record.to_json()}}}')
+
+    def left(self, record: Record) -> None:
+        """A pair that was cut off, as its worker left it: begun, and at a stage."""
+        self.started(Start(**{each.name: getattr(record, each.name) for each in fields(Start)}))
+        self.stage(record.verdict.signature.removeprefix(_CUT_OFF))
 
     def close(self) -> None:
         """Nothing more to come."""
@@ -222,22 +234,45 @@ def read_worker(path: Path) -> WorkerStory:
 
 
 def read_run(directory: Path) -> list[Record]:
-    """Every record of a run, from the merged file, or from its workers' where the run ended before it merged them.
+    """Every record of a run, from where ``source`` says.
 
     Raises:
-        FileNotFoundError: neither is there.
+        FileNotFoundError: no file of records is there.
         RecordsUnreadable: with file and line.
     """
-    if (directory / MERGED).exists() or not worker_files(directory):
-        return read(directory / MERGED)
-    return gathered(directory)
+    path = source(directory)
+    return gathered(directory) if path == directory else read(path)
+
+
+def source(directory: Path) -> Path:
+    """The merged file of a run; the directory itself, for its workers' files, where the run ended before it merged what they hold."""
+    merged, files = directory / MERGED, worker_files(directory)
+    return directory if files and not (merged.exists() and _holds(merged, files)) else merged
+
+
+def _holds(merged: Path, files: Sequence[Path]) -> bool:
+    """Whether the merged file holds all that workers finished, but for what was asked again. Lines are compared, and few are parsed."""
+    lines = set(merged.read_bytes().split(b"\n"))
+    finished = (line for file in files for line in file.read_bytes().split(b"\n")[:-1] if line.startswith(_FINISHED))
+    more = [text for line in finished if (text := line.removeprefix(_FINISHED)[:-1]) not in lines]
+    if not more:
+        return True
+    try:
+        records = [Record.from_json(text.decode()) for text in more]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return False  # ``gathered`` says which line
+    if not all(to_ask_again(record) for record in records):
+        return False
+    return {(record.backend, record.pair) for record in records} <= {(record.backend, record.pair) for record in read(merged)}
 
 
 def runs_below(directory: Path) -> list[Path]:
     """``directory`` itself where it is a run's, else the runs somewhere below it, by name: a name begins with the time of its run."""
     if (directory / MERGED).exists() or worker_files(directory):
         return [directory]
-    return sorted({path.parent for pattern in (MERGED, "worker-*.jsonl") for path in directory.rglob(pattern)}, key=lambda path: path.name)
+    return sorted(
+        {path.parent for pattern in (MERGED, "worker-*.jsonl") for path in directory.rglob(pattern)}, key=lambda path: (path.name, path)
+    )
 
 
 def worker_file(directory: Path, worker: str) -> Path:

@@ -24,7 +24,7 @@ from harness.environment import child_environ
 from harness.exits import Exit, Misuse
 from harness.preflight import check
 from harness.suite.options import made, parse_backend, parse_records
-from reports.records import MERGED, Record, RecordsUnreadable, Status, merge, read, read_run, runs_below, write
+from reports.records import MERGED, Record, RecordsUnreadable, Status, gathered, merge, read, runs_below, source, write
 
 EVERY = "all"
 DEFAULT = "sm90"
@@ -98,8 +98,8 @@ def recorded(names: list[str], backends: list[Backend]) -> list[Record]:
 
 def _recorded(run: Path) -> list[Record]:
     try:
-        path = run / MERGED if (run / MERGED).exists() else run
-        records = read_run(run) if run.is_dir() else read(run)
+        path = source(run) if run.is_dir() else run
+        records = gathered(path) if path.is_dir() else read(path)
         for number, record in enumerate(records, 1):
             _check(record, f"{path}:{number}")
     except OSError as error:

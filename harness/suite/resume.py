@@ -6,11 +6,12 @@ import os
 import re
 from typing import TYPE_CHECKING
 
+from cases.case import Level
 from harness.backends import SPECS
 from harness.environment import commit, gpu_names, version
 from harness.exits import Misuse
 from harness.suite.subjects import VLLM
-from reports.records import Record, RecordsUnreadable, read_worker, settled, to_ask_again, worker_files, writing
+from reports.records import MERGED, Record, RecordsUnreadable, read_worker, settled, to_ask_again, worker_files, writing
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,18 +20,20 @@ if TYPE_CHECKING:
 
 _WHOLE = (b'{"finished": ', b'{"opened": ')  # what a worker has nothing in progress after
 _OF_CASES = re.compile(r"-cases-\d+$")  # as gather.directory names it
+_OF_LEVEL = re.compile(rf"-({'|'.join(Level)})-\d+$")
 _EVENTS = (*_WHOLE, b'{"started": ', b'{"stage": ')
 
 
 def recorded(options: Options) -> frozenset[str]:
     """What the run that is continued has records of, but for what failed for want of a device: that is asked again.
 
-    What it began and did not finish is taken out of its files, once all of them are known to be of such a run.
+    What it began and did not finish is taken out of its files, once all of them are known to be of such a run, and so is the merged file:
+    should this run be killed, that would hide what it was at.
 
     Raises:
         Misuse: the run was of named cases and this one is not, a file is not a worker's, or the records are of another subject, vLLM,
             lane or GPU; then nothing is changed.
-        RecordsUnwritable: a file cannot be cut.
+        RecordsUnwritable: a file cannot be cut or taken away.
     """
     if options.resume is None:
         return frozenset()
@@ -45,6 +48,8 @@ def recorded(options: Options) -> frozenset[str]:
         if size < path.stat().st_size:
             with writing(path):
                 os.truncate(path, size)
+    with writing(merged := options.resume / MERGED):
+        merged.unlink(missing_ok=True)
     return frozenset(record.pair for record in settled(found) if not to_ask_again(record))
 
 
@@ -60,6 +65,14 @@ def other_commits(options: Options) -> str:
         f"moediff: the run that is continued has records of harness commit {', '.join(then)}, and this is {now or 'none'}; "
         f"`python -m harness.rejudge {os.path.relpath(options.resume)} INTO` judges outputs that were kept as this one does"
     )
+
+
+def other_level(options: Options) -> str:
+    """A line where the run that is continued is named for another level than what is asked now; "" where it is not."""
+    then = _OF_LEVEL.search(options.resume.name) if options.resume is not None and not options.cases else None
+    if options.resume is None or then is None or then[1] == options.level:
+        return ""
+    return f"moediff: {options.resume.name} began at level {then[1]} and goes on at {options.level}: its records are then of both"
 
 
 def _records(run: Path) -> list[Record]:

@@ -216,6 +216,18 @@ def test_a_matrix_of_several_runs_counts_what_was_recorded_last(tmp_path: Path, 
     assert main(["matrix", str(tmp_path), "--architecture", "sm90"]) == Exit.MISUSE
 
 
+def test_a_matrix_of_a_run_that_was_continued_and_killed_counts_what_it_had(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorder = Recorder(tmp_path, "gw0")
+    recorder.finished(RECORD)
+    write(tmp_path / "records.jsonl", [RECORD])
+    out = ["--records", str(tmp_path.parent / "out")]
+    assert main(["matrix", str(tmp_path), *out]) == Exit.AS_THE_LEDGER_SAYS
+    recorder.finished(replace(RECORD, backend="marlin", status=Status.NEW, news="it failed"))
+    recorder.close()
+    assert main(["matrix", str(tmp_path), *out]) == Exit.NEWS
+    assert f"NEW marlin  {RECORD.pair}: it failed" in capsys.readouterr().out
+
+
 def test_a_malformed_ledger_is_named_by_file_and_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.verdict import FaultFit, Outcome, Verdict
-from reports.records import Record, Recorder, RecordsUnreadable, Start, Status, broke, merge, read, read_worker
+from reports.records import Record, Recorder, RecordsUnreadable, Start, Status, broke, merge, read, read_run, read_worker, source
 
 START = Start(
     case="int8-a", entry="layer", backend="interpreter", fields={"seed": 3, "bias": True}, environment={"vllm": "0.33.0"}, worker="gw0"
@@ -146,3 +146,30 @@ def test_a_harness_that_raises_is_not_taken_for_a_subject_that_fails() -> None:
     assert record.status is Status.NEW
     assert "harness itself" in record.verdict.claim
     assert record.verdict.signature == "HARNESS_RAISED@compare"
+
+
+def test_what_workers_finished_after_the_merge_is_read(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, "gw0")
+    recorder.finished(made("a"))
+    merge(tmp_path, set())
+    recorder.started(dataclasses.replace(START, case="b"))
+    assert [record.case for record in read_run(tmp_path)] == ["a"]  # as after Ctrl-C
+    recorder.finished(made("b"))
+    recorder.started(dataclasses.replace(START, case="c"))
+    recorder.close()
+    assert source(tmp_path) == tmp_path
+    assert [record.case for record in read_run(tmp_path)] == ["a", "b", "c"]
+    merge(tmp_path)
+    assert source(tmp_path) == tmp_path / "records.jsonl"
+
+
+def test_what_was_asked_again_does_not_make_a_merged_file_old(tmp_path: Path) -> None:
+    lost = Verdict(outcome=Outcome.RUN_ERROR, claim="it runs", signature="OUT_OF_MEMORY@run")
+    recorder = Recorder(tmp_path, "gw0")
+    recorder.finished(made("a", verdict=lost))
+    recorder.finished(made("a"))
+    merge(tmp_path)
+    assert source(tmp_path) == tmp_path / "records.jsonl"
+    recorder.finished(made("b", verdict=lost))
+    recorder.close()
+    assert source(tmp_path) == tmp_path
