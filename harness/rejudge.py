@@ -1,8 +1,8 @@
 """Judge a run again with the references, bounds and ledger of today: no GPU and no vLLM are needed.
 
 ``python -m harness.rejudge RUN INTO`` reads the records of a run and the outputs that were kept of what was new or wrong in it
-(suite/outputs.py), writes the records as they stand now, and their page, to the new directory INTO, and prints
-what changed.
+(suite/outputs.py), writes the records as they stand now, and their page, to the new directory INTO, and prints what changed. What a worker
+began and did not finish stays so, and is new.
 
 Exit codes: 0, nothing is new any more; 1, something is; 2, misuse: an argument, or what cannot be read or written.
 """
@@ -36,7 +36,7 @@ from harness.suite.gather import gather
 from harness.suite.subjects import VLLM
 from harness.suite.worker import judged_by
 from harness.verdict import Outcome, Verdict
-from reports.records import KINDS, Record, Recorder, Status, read_worker, settled, worker_files
+from reports.records import KINDS, Record, Recorder, Status, cut_off, read_run, runs_below
 
 _OF_THE_OUTPUT = (Outcome.MISMATCH, Outcome.PASS)  # every other verdict is of what was seen besides
 _RAISED = (Outcome.LOAD_ERROR, Outcome.RUN_ERROR)
@@ -54,10 +54,12 @@ def verdict_of(pair: Pair, backend: Backend, output: torch.Tensor) -> Verdict:
 
 def again(record: Record, run: Path, known: Ledger) -> Record:
     """The record as it stands today. A verdict changes only where it is about an output that was kept, or about words of vLLM's that the
-    table of backends declares by now. Raises Misuse."""
+    table of backends declares by now; a pair that was cut off has none. Raises Misuse."""
+    if cut_off(record):
+        return record
     verdict, backend = record.verdict, Backend.parse(record.backend)
     pair = Pair(parse_case(record.case), parse_entry(record.entry))
-    if record.kind == KINDS[0] and not record.relation and verdict.outcome in _OF_THE_OUTPUT:
+    if outputs.wanted(record) and not record.relation and verdict.outcome in _OF_THE_OUTPUT:
         output = _kept(record, run)
         if output is not None and _is_about(verdict, output) and _known_here(record, pair, backend):
             verdict = verdict_of(pair, backend, output)
@@ -127,7 +129,7 @@ def _run(arguments: Sequence[str]) -> int:
     parser.add_argument("run", metavar="RUN", type=Path, help="the directory of a run")
     parser.add_argument("into", metavar="INTO", type=Path, help="a directory that does not exist yet")
     typed = parser.parse_args(arguments)
-    if not worker_files(typed.run):
+    if runs_below(typed.run) != [typed.run]:
         raise Misuse(f"{typed.run} holds no records of a run; name a directory that a run made")
     if typed.into.exists():
         raise Misuse(f"{typed.into} exists; name a directory that does not exist yet")
@@ -139,24 +141,26 @@ def _run(arguments: Sequence[str]) -> int:
 
 def _rejudge(run: Path, into: Path) -> int:
     """How many are still new."""
-    known, new = ledger.load(ledger.LEDGER), 0
-    told = {path: read_worker(path).records for path in worker_files(run)}
-    stand = {id(record) for record in settled([record for records in told.values() for record in records])}
+    known, told = ledger.load(ledger.LEDGER), read_run(run)
     into.mkdir(parents=True)
     try:
-        now = {path: [again(record, run, known) for record in records if id(record) in stand] for path, records in told.items()}
+        now = [again(record, run, known) for record in told]
     finally:
         into.rmdir()  # made only to see that it can be
-    for path, records in now.items():
-        recorder = Recorder(into, path.stem.removeprefix("worker-"))
-        for record in records:
-            recorder.finished(record)
-            new += record.status is Status.NEW
+    for worker in dict.fromkeys(record.worker for record in now):
+        recorder = Recorder(into, worker)
+        for record in now:
+            if record.worker == worker and not cut_off(record):
+                recorder.finished(record)
+        recorder.close()
+    for number, record in enumerate(filter(cut_off, now)):  # a file tells of one
+        recorder = Recorder(into, f"{record.worker}-left-{number}")
+        recorder.left(record)
         recorder.close()
     gather(into)
-    for path, records in told.items():
-        for before, after in zip((record for record in records if id(record) in stand), now[path], strict=True):
-            _tell(before, after)
+    for before, after in zip(told, now, strict=True):
+        _tell(before, after)
+    new = sum(record.status is Status.NEW for record in now)
     sys.stdout.write(f"{new} still new\n")
     return new
 

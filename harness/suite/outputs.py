@@ -6,6 +6,8 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from reports.records import writing
+
 if TYPE_CHECKING:
     import torch
 
@@ -28,6 +30,12 @@ def file_of(run: Path, pair: str) -> Path:
 def wanted(record: Record) -> bool:
     """Whether a verdict may change with the bounds or the ledger: a pair that is new, or a mismatch that the ledger knows."""
     return record.kind == "pair" and (record.status == "new" or record.verdict.outcome == "MISMATCH")
+
+
+def forget(run: Path, pair: str) -> None:
+    """What an earlier attempt at the pair gave: its next record is not about that. Raises RecordsUnwritable."""
+    with writing(file := file_of(run, pair)):
+        file.unlink(missing_ok=True)
 
 
 def keep(run: Path, record: Record, output: torch.Tensor) -> None:

@@ -116,6 +116,7 @@ class Worker:
             relation=(LOAD if options.loads_only else "") if relation is None else relation.value,
             kind="pair" if relation is None else _KINDS[type(relation)],
         )
+        outputs.forget(self._directory, start.pair)
         self._recorder.started(start)
         self._subject.another_pair()
         timings: dict[str, float] = {}

@@ -17,15 +17,15 @@ from harness.ledger import Ledger
 from harness.suite import outputs
 from harness.suite.subjects import open_subject
 from harness.verdict import Outcome, Verdict
-from reports.records import MERGED, Record, Recorder, Start, Status, merge, read
+from reports.records import MERGED, Record, Recorder, Start, Status, merge, read, read_run
 
 CASE = MoECase.from_id("e4m3fn-tensor-static-quark-silu-bf16-e4k2m8h128i64-balanced")
 OTHER = MoECase.from_id("e4m3fn-tensor-static-quark-silu-bf16-e4k2m8h128i128-balanced")
 NEW = Verdict(outcome=Outcome.MISMATCH, claim="as the bound of that day had it", signature="UNEXPLAINED")
 
 
-def _record(case: MoECase, relation: str = "", kind: str = "pair") -> Record:
-    start = Start(
+def _start(case: MoECase, relation: str = "", kind: str = "pair") -> Start:
+    return Start(
         case=case.id,
         entry="layer",
         backend="triton",
@@ -35,7 +35,10 @@ def _record(case: MoECase, relation: str = "", kind: str = "pair") -> Record:
         relation=relation,
         kind=kind,
     )
-    return Record.of(start, verdict=NEW, status=Status.NEW, news="something new")
+
+
+def _record(case: MoECase, relation: str = "", kind: str = "pair") -> Record:
+    return Record.of(_start(case, relation, kind), verdict=NEW, status=Status.NEW, news="something new")
 
 
 @pytest.fixture
@@ -66,6 +69,32 @@ def test_an_output_that_is_honest_today_is_clean_and_another_is_still_new(run: P
     said = capsys.readouterr().out
     assert f"{CASE.id}[layer]: MISMATCH new -> PASS clean" in said
     assert said.endswith("2 still new\n")
+
+
+def test_what_was_cut_off_stays_so_and_is_new(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for worker, stage in (("gw1", "load"), ("gw2", "run")):
+        recorder = Recorder(run, worker)
+        recorder.finished(replace(_record(CASE, f"of {worker}"), status=Status.CLEAN, verdict=replace(NEW, outcome=Outcome.PASS)))
+        recorder.started(left := replace(_start(CASE, f"left by {worker}"), worker="gw1"))
+        recorder.stage(stage)
+        recorder.close()
+    into = run.parent / "again"
+    assert rejudge.main([str(run), str(into)]) == 1
+    before, after = ([record for record in read_run(where) if "left" in record.relation] for where in (run, into))
+    assert len(before) == 2
+    assert before == after == [record for record in merge(into) if "left" in record.relation]
+    said = capsys.readouterr().out
+    assert f"{left.pair}: still RUN_ERROR new WORKER_ENDED@run\n" in said
+    assert said.endswith("4 still new\n")
+
+
+def test_what_is_not_kept_of_this_record_is_of_another_attempt(run: Path) -> None:
+    passed = replace(_record(OTHER), verdict=replace(NEW, outcome=Outcome.PASS), status=Status.CLEAN)
+    assert rejudge.again(passed, run, Ledger(issues=())).verdict.outcome is Outcome.PASS
+    assert outputs.file_of(run, passed.pair).exists()
+    outputs.forget(run, passed.pair)
+    outputs.forget(run, passed.pair)
+    assert not outputs.file_of(run, passed.pair).exists()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,13 +15,14 @@ import pytest
 
 from cases.case import Entry, Level
 from harness.backends import Backend
+from harness.environment import child_environ
 from harness.exits import Misuse
 from harness.pairs import Pair, select
-from harness.suite import order, resume
+from harness.suite import order, outputs, resume
 from harness.suite.options import Options, parse_run
 from harness.tests.test_run import pytest_run
 from harness.verdict import Outcome, Verdict
-from reports.records import Record, Recorder, Start, Status, merge, read, read_worker, worker_file
+from reports.records import Record, Recorder, Start, Status, merge, read, read_run, read_worker, worker_file
 
 FUSED = [pair for pair in select(Level.SMOKE) if pair.entry is Entry.FUSED_EXPERTS]
 PASSED = Verdict(outcome=Outcome.PASS, claim="inside the bound", margin=0.25)
@@ -76,6 +79,16 @@ def test_what_was_finished_is_known_and_what_was_not_is_taken_out(ended: Path) -
     again.finished(Record.of(_start(FUSED[4], "gw1"), verdict=PASSED, status=Status.CLEAN))
     again.close()
     assert sorted(record.pair for record in merge(ended)) == sorted({FUSED[i].id for i in (0, 1, 3, 4)})
+
+
+def test_a_run_that_was_continued_and_killed_is_read_as_far_as_it_got(ended: Path) -> None:
+    merge(ended)
+    resume.recorded(_options(ended))
+    again = Recorder(ended, "gw0")
+    again.started(_start(FUSED[5], "gw0"))
+    again.close()
+    left = {record.pair: record.verdict.signature for record in read_run(ended)}
+    assert left == {FUSED[i].id: "" for i in (0, 1, 3)} | {FUSED[5].id: "WORKER_ENDED@prepare"}
 
 
 def test_a_run_of_another_backend_or_none_at_all_is_misuse(ended: Path, tmp_path: Path) -> None:
@@ -181,7 +194,8 @@ def test_the_run_ends_with_2_and_a_sentence_where_it_is_not_continued(tmp_path: 
     run = _recorded(tmp_path / "run", {"subject": "fake with W_SCALE_SKIPPED"})
     case = [f"--case={FUSED[1].case.id}", f"--resume={run}", f"--backend={Backend.TRITON}"]
     ended = pytest_run(tmp_path, *case, "-n1")
-    assert (ended.code, "was of subject 'fake:W_SCALE_SKIPPED', not 'fake'" in ended.errors + ended.text) == (2, True)
+    assert ended.code == 2
+    assert ended.errors.startswith(f"moediff: the run in '{run}' was of subject 'fake:W_SCALE_SKIPPED', not 'fake'")
     assert "Traceback" not in ended.errors + ended.text
 
 
@@ -191,13 +205,50 @@ def test_a_run_goes_on_in_its_directory_and_says_what_all_of_it_found(tmp_path: 
     assert pytest_run(tmp_path, *first, "--entry=fused_experts", "-n1", STUB_FAIL="0").code == 1
     (directory,) = tmp_path.iterdir()
     before = read(directory / "records.jsonl")
+    gave = outputs.file_of(directory, FUSED[3].id)  # in an attempt that has no record
+    gave.parent.mkdir(exist_ok=True)
+    gave.touch()
     ended = pytest_run(tmp_path, *more, "--entry=fused_experts", "-n1", f"--resume={directory}")
+    assert not gave.exists()
     assert [directory] == list(tmp_path.iterdir())
     assert sorted(ended.records) == sorted(pair.id for pair in FUSED[:4])
     assert all(ended.records[record.pair] == record for record in before)
     assert ended.code == 1  # what was new before is still new
+    assert pytest_run(tmp_path, *more, "--entry=fused_experts", "-n1", "-k=zzzz", f"--resume={directory}").code == 5
     nothing_left = pytest_run(tmp_path, *more, "--entry=fused_experts", "-n1", f"--resume={directory}")
     assert (nothing_left.code, nothing_left.records) == (ended.code, ended.records)
+
+
+def _resumed(run: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "harness.cli", "run", "--subject=fake", "--backend=triton", "-n1", f"--resume={run}", *arguments]
+    outside = {name: value for name, value in child_environ().items() if not name.startswith("PYTEST_")}
+    environ = {**outside, "PYTEST_PLUGINS": "harness.tests.stub_run"}
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=run.parent, env=environ, timeout=300)
+
+
+def test_what_matches_nothing_is_misuse_and_what_is_done_is_not(tmp_path: Path) -> None:
+    run = _recorded(tmp_path / "20261130-120000-triton-smoke-77", FAKE)
+    nothing = _resumed(run, "-k", "zzzz")
+    assert (nothing.returncode, nothing.stderr.count("\n")) == (2, 1), nothing.stdout
+    assert nothing.stderr.startswith("moediff: no pair matches -k 'zzzz'")
+    assert "Nothing new" not in nothing.stdout
+    one = ["--entry", "fused_experts", "-k", f"test_pair and {FUSED[0].case.id}["]
+    done = _resumed(run, *one)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    assert "at level" not in done.stdout
+    grown = _resumed(run, *one, "--level", "nightly")
+    assert grown.returncode == 0
+    assert f"moediff: {run.name} began at level smoke and goes on at nightly: its records are then of both\n" in grown.stdout
+
+
+def test_refusals_are_one_sentence_of_moediff(tmp_path: Path) -> None:
+    run = _recorded(tmp_path / "run", {"subject": "fake with W_SCALE_SKIPPED"})
+    for arguments, says in (([], "was of subject"), (["--records=elsewhere"], "keeps its directory")):
+        ended = _resumed(run, FUSED[1].case.id, *arguments)
+        assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+        assert ended.stderr.startswith("moediff: ")
+        assert says in ended.stderr
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def _item(pair: Pair | None, asked: str = "pair") -> Any:
