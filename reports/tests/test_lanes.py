@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from harness.verdict import Outcome, Verdict
-from reports.lanes import HEAD, main, news, row
-from reports.records import Record, Recorder, Start, Status
+from reports.lanes import HEAD, faults, main, news, row, runs
+from reports.records import MERGED, Record, Recorder, Start, Status
 
 CASE = "e4m3fn-tensor-static-quark-silu-bf16-e4k2m8h128i64-balanced"
 
@@ -57,7 +58,7 @@ def run(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_run_is_a_row(run: Path) -> None:
-    cells = dict(zip(HEAD, row(run), strict=True))
+    cells = dict(zip(HEAD, row(*runs([run])), strict=True))
     assert (cells["lane"], cells["pairs"], cells["other checks"]) == ("marlin", "3", "2")
     assert (cells["PASS"], cells["known upstream"], cells["unavailable"], cells["new"], cells["cut off"]) == ("1", "1", "1", "1", "1")
     assert cells["first runs over second: compilation"] == "5 s"  # 8 - 3; a second run that took longer counts for nothing
@@ -66,13 +67,41 @@ def test_a_run_is_a_row(run: Path) -> None:
     assert (cells["workers"], cells["GPUs"]) == ("2", "2")
 
 
-def test_what_is_new_and_what_is_known_are_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert news([run]) == [f"- marlin: `repeated_runs:{CASE}[layer]`: NONDETERMINISTIC BIAS_DROPPED"]
+def test_what_is_new_cut_off_or_known_is_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    new = [
+        f"- marlin: `{CASE}[layer]`: RUN_ERROR WORKER_ENDED@prepare",
+        f"- marlin: `repeated_runs:{CASE}[layer]`: NONDETERMINISTIC BIAS_DROPPED",
+    ]
+    assert news(runs([run])) == new
     assert main([str(run)]) == 0
     printed = capsys.readouterr().out
     assert f"| `an-entry` | marlin 1 | MISMATCH | `{CASE}` (layer) |" in printed
-    assert printed.rstrip().endswith(news([run])[0])
+    assert printed.endswith("\n".join(["New:", "", *new, ""]))
+
+
+def test_runs_of_one_lane_are_told_apart_and_each_is_counted_once(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    above = tmp_path_factory.mktemp("above")
+    for name in ("first", "second", "more/second"):
+        shutil.copytree(run, above / name)
+    rows = [dict(zip(HEAD, row(each), strict=True))["lane"] for each in runs([above / "first", above])]
+    assert rows == ["marlin (first)", *(f"marlin ({above / name})" for name in ("more/second", "second"))]
+    told = runs([above / "first", above / "second"])
+    assert [line.split("|")[2].strip() for line in faults(told)] == ["marlin (first) 1, marlin (second) 1"]
+    assert {line.partition(":")[0] for line in news(told)} == {"- marlin (first)", "- marlin (second)"}
+
+
+def test_misuse_is_a_sentence_and_2_and_help_is_help(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for content in (None, ""):
+        if content is not None:
+            (tmp_path / MERGED).write_text(content)
+        assert main([str(tmp_path)]) == 2
+        assert capsys.readouterr().err.startswith(f"lanes: {tmp_path} holds no records; name the directory of a run")
     assert main([]) == 2
+    assert capsys.readouterr().err == "lanes: the following arguments are required: DIRECTORY; see `python -m reports.lanes --help`\n"
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    assert "Exit codes" in capsys.readouterr().out
 
 
 def test_reading_leaves_a_run_as_it_is(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
