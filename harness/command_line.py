@@ -31,7 +31,7 @@ def parser() -> Parser:
     )
     command.add_argument("--architecture", default=os.environ.get(VARIABLE), metavar="NAME", help=ARCHITECTURE_HELP)
     command.add_argument("--subject", default="vllm", help="vllm; or fake[:FAULT], the harness without vLLM")
-    command.add_argument("--records", default=str(OUT), metavar="DIR", help=f"where records are written; default: {OUT}")
+    command.add_argument("--records", metavar="DIR", help=f"where records are written; default: {OUT}")
     command.add_argument("--resume", metavar="RUN", help=RESUME_HELP)
     command.set_defaults(handler=run.main)
 
@@ -41,7 +41,11 @@ def parser() -> Parser:
     command.add_argument("--entry", help=_of(Entry))
     command.add_argument("--count", action="store_true", help="only how many")
     command.add_argument("--relations", action="store_true", help="the exact relations (relation:case[entry]) instead of the pairs")
-    command.add_argument("--checks", action="store_true", help="the checks of loading (question:case[entry]) instead of the pairs")
+    command.add_argument(
+        "--checks",
+        action="store_true",
+        help="the checks of loading, and on a GPU's lane of the device (check:case[entry]), instead of the pairs",
+    )
     command.add_argument(
         "--backend", help="only what this lane is asked; default: all pairs, or relations and checks of this machine's lane"
     )

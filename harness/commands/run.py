@@ -32,13 +32,13 @@ def main(arguments: Namespace) -> int:
     ledger.load(ledger.LEDGER)
     workers, pairs = _workers(arguments.workers), len(asked.pairs())
     check(asked.machine, asked.subject)
-    made(asked.records)
-    options = [f"--level={asked.level}", f"--subject={asked.subject}", f"--records={asked.records}"]
+    made(asked.resume or asked.records)
+    options = [f"--level={asked.level}", f"--subject={asked.subject}"]
+    options += [f"--resume={asked.resume}"] if asked.resume else [f"--records={asked.records}"]
     options += [f"--backend={asked.backend}"] if arguments.backend else []  # the header says why it is this one
     options += [f"--case={case}" for case in asked.cases]
     options += [f"--entry={asked.entry}"] if asked.entry else []
     options += [f"--architecture={asked.architecture}"] if asked.architecture else []
-    options += [f"--resume={asked.resume}"] if asked.resume else []
     options += ["-k", arguments.expression] if arguments.expression else []
     # One worker at least, replaced as often as it dies: a crash takes neither this process nor the pairs after it.
     several = ["-n", workers, f"--maxprocesses={pairs}", f"--max-worker-restart={pairs}", "--dist=worksteal"]

@@ -12,7 +12,7 @@ import pytest
 
 from harness.exits import Exit
 from harness.suite import gather
-from harness.suite.stash import DIRECTORY, OPTIONS, STOPPED, Stopped
+from harness.suite.stash import DIRECTORY, DONE, OPTIONS, STOPPED, Stopped
 from reports.records import Record, RecordsUnwritable, Status, gathered
 
 
@@ -52,7 +52,8 @@ class Ending:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:
-        """A worker that could not drive the subject has said why; one that crashed has not."""
+        """A worker that could not drive the subject has said why; one that crashed has not. Each says whether tests had a record."""
+        self._config.stash[DONE] = self._config.stash.get(DONE, False) or getattr(node, "workeroutput", {}).get("moediff_done", False)
         if given := getattr(node, "workeroutput", {}).get("moediff_stopped"):
             self._config.stash[STOPPED] = Stopped(given[0], Exit(given[1]))
         elif error and error != "keyboard-interrupt":
@@ -83,7 +84,10 @@ class Ending:
         elif self._interrupted:
             session.exitstatus = Exit.INTERRUPTED
         elif self._records:
-            if options.resume is not None and session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+            if session.exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+                if not self._config.stash.get(DONE, False):
+                    self._records = []  # nothing matches: no summary of what was there before
+                    return
                 session.exitstatus = Exit.AS_THE_LEDGER_SAYS  # nothing was left to run
             self._stale = gather.stale(options)
             if session.exitstatus == Exit.AS_THE_LEDGER_SAYS and (self._stale or any(r.status is Status.NEW for r in self._records)):

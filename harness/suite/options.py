@@ -100,7 +100,7 @@ class Options:
         cases: Iterable[str],
         entry: str | None,
         subject: str,
-        records: str,
+        records: str | None,
         expression: str,
         selected: bool = False,
         architecture: str | None = None,
@@ -108,6 +108,10 @@ class Options:
     ) -> Options:
         """From what was typed; ``selected``: fewer tests were asked for in another way. Raises Misuse with a sentence for what is wrong."""
         named = tuple(dict.fromkeys(cases))
+        run = None if resume is None else parse_run(resume).absolute()
+        into = parse_records(str(OUT) if records is None else records).absolute()
+        if run is not None and records is not None and run.parent != into:
+            raise Misuse(f"a run that is continued keeps its directory '{resume}': leave --records out, or run without --resume")
         narrowed = bool(named or entry or selected) | bool(parse_expression(expression))
         found = cls(
             backend=Backend.INTERPRETER if architecture and not backend else parse_backend(backend),
@@ -116,8 +120,8 @@ class Options:
             cases=named,
             entry=None if entry is None else parse_entry(entry),
             subject=subjects.parse(subject),
-            records=parse_records(records).absolute(),
-            resume=None if resume is None else parse_run(resume).absolute(),
+            records=into,
+            resume=run,
             whole=not narrowed,
         )
         if not found.whole or subject != subjects.VLLM:
@@ -192,4 +196,4 @@ def add_to(parser: pytest.Parser) -> None:
     group.addoption("--entry", default=None, help=f"only through this entry: {', '.join(Entry)}")
     group.addoption("--subject", default="vllm", help="vllm; or fake[:FAULT], the harness without vLLM, with one fault injected")
     group.addoption("--resume", default=None, metavar="RUN", help=RESUME_HELP)
-    group.addoption("--records", default=str(OUT), metavar="DIR", help=f"where records are written; default: {OUT}")
+    group.addoption("--records", default=None, metavar="DIR", help=f"where records are written; default: {OUT}")

@@ -24,12 +24,13 @@ from harness.preflight import check, require
 from harness.subject import SubjectUnavailable
 from harness.suite import gather, order, resume
 from harness.suite.options import Options, add_to, made
-from harness.suite.stash import DIRECTORY, OPTIONS, RECORDED, STOPPED, Stopped
+from harness.suite.stash import DIRECTORY, DONE, OPTIONS, RECORDED, STOPPED, Stopped
 from harness.suite.worker import Worker
 from reports.records import RecordsUnwritable
 
 pytest_plugins = ["harness.suite.ending"]
 _OPTIONAL = {"related", "loading", "checked"}
+_ended = type("moediff", (pytest.exit.Exception,), {})  # pytest writes the name of the class before the sentence
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,16 +53,16 @@ def pytest_configure(config: pytest.Config) -> None:
         options = Options.of(config)
         ledger.load(ledger.LEDGER)
     except Misuse as error:
-        pytest.exit(str(error), returncode=error.exit)
+        raise _ended(str(error), returncode=error.exit) from None
     except LedgerError as error:
-        pytest.exit(str(error), returncode=Exit.MISUSE)
+        raise _ended(str(error), returncode=Exit.MISUSE) from None
     config.stash[OPTIONS] = options
     given = getattr(config, "workerinput", {})
     config.stash[DIRECTORY] = Path(given["moediff_directory"]) if given else gather.directory(options)
     try:
         config.stash[RECORDED] = frozenset(given["moediff_recorded"]) if given else resume.recorded(options)
     except (Misuse, RecordsUnwritable) as error:
-        pytest.exit(str(error), returncode=Exit.MISUSE)
+        raise _ended(str(error), returncode=Exit.MISUSE) from None
 
 
 def _marker(backend: Backend) -> str:
@@ -93,7 +94,13 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     architecture = config.stash[OPTIONS].architecture
     lane = f"{backend}, answering as {architecture}" if architecture else backend
     which = f"moediff: backend {lane}" + (f", because {seen} and no --backend was given" if asked is None else "")
-    return [which, *filter(None, [resume.other_commits(config.stash[OPTIONS])])]
+    device = any("test_cuda" in argument for argument in config.args) and not SPECS[backend].needs_gpu
+    none = "moediff: checks of the device are asked on a GPU's lane only; `moediff list --checks --backend triton` prints them"
+    return [
+        which,
+        *([none] if device else []),
+        *filter(None, [resume.other_commits(config.stash[OPTIONS]), resume.other_level(config.stash[OPTIONS])]),
+    ]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -132,25 +139,29 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
-    """Cases named may have no relations or questions, and a lane no device: no test, rather than a skipped one; nor is there one for what
-    has a record."""
+    """Cases named may have no relations or questions, and a lane no device: no test, rather than a skipped one."""
     report = yield
-    report.result = [each for each in report.result or () if not isinstance(each, pytest.Item) or _is_left(each)]
+    report.result = [each for each in report.result or () if not isinstance(each, pytest.Item) or not _of_nothing(each)]
     return report
 
 
-def _is_left(item: pytest.Item) -> bool:
-    nothing = item.get_closest_marker("skip") is not None and bool(_OPTIONAL & set(getattr(item, "fixturenames", ())))
-    return not nothing and ((asked := order.asked(item)) is None or asked.id not in item.config.stash[RECORDED])
+def _of_nothing(item: pytest.Item) -> bool:
+    return item.get_closest_marker("skip") is not None and bool(_OPTIONAL & set(getattr(item, "fixturenames", ())))
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Every test has its lane's marker; where kernels are compiled, the tests that share them stand together."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Every test has its lane's marker; where kernels are compiled, the tests that share them stand together. Of what -k and the like
+    left there is no test for what has a record."""
     for item in items:
         item.add_marker(_marker(config.stash[OPTIONS].backend))
     if SPECS[config.stash[OPTIONS].machine].needs_gpu:
         items[:] = order.by_kernel(items)
+    yield
+    chosen = len(items)
+    items[:] = [item for item in items if (asked := order.asked(item)) is None or asked.id not in config.stash[RECORDED]]
+    config.stash[DONE] = chosen > len(items)
+    getattr(config, "workeroutput", {})["moediff_done"] = config.stash[DONE]
 
 
 @pytest.fixture(scope="session")

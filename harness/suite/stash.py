@@ -21,4 +21,5 @@ class Stopped(NamedTuple):
 OPTIONS = pytest.StashKey[Options]()
 DIRECTORY = pytest.StashKey[Path]()
 RECORDED = pytest.StashKey[frozenset[str]]()
+DONE = pytest.StashKey[bool]()  # tests of a run that is continued were left out, for they have records
 STOPPED = pytest.StashKey[Stopped]()
