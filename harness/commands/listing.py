@@ -1,9 +1,11 @@
-"""Print the (case, entry) pairs of a level, its exact relations or its loading checks, one a line, in the order they are collected."""
+"""Print the (case, entry) pairs of a level, its exact relations or its checks, one a line, in the order they are collected."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 
+from harness import device_checks
+from harness.backends import SPECS
 from harness.commands.output import say
 from harness.exits import Exit, Misuse
 from harness.loading import questions
@@ -24,9 +26,12 @@ def main(arguments: Namespace) -> int:
         what = f"exact relation of level {level} on {backend}"
     elif arguments.checks:
         backend = parse_backend(arguments.backend)
-        asked = [each for each in questions(level, backend) if entry in (None, each.pair.entry)]
-        found = [each.id for each in asked if all(word in each.id for word in arguments.words)]
-        count, what = f"{len(found)} loading checks", f"loading check of level {level} on {backend}"
+        loads, checks = (
+            [each.id for each in asked if entry in (None, each.pair.entry) and all(word in each.id for word in arguments.words)]
+            for asked in (questions(level, backend), device_checks.of(level, backend))
+        )
+        found, what = [*loads, *checks], f"check of loading or of a GPU of level {level} on {backend}"
+        count = f"{len(loads)} loading checks" + (f", {len(checks)} device checks" if SPECS[backend].needs_gpu else "")
     else:
         pairs = [pair for pair in select(level, (), entry) if all(word in pair.id for word in arguments.words)]
         what = f"pair of level {level}"
@@ -39,7 +44,7 @@ def main(arguments: Namespace) -> int:
         if not arguments.words:
             through = f" enters by '{entry}'; leave --entry out" if entry else "; use --backend interpreter, or triton"
             raise Misuse(f"no {what}{through}")
-        hint = "" if arguments.relations else "; lattice cases are listed with --relations, checks of loading with --checks"
+        hint = "" if arguments.relations else "; lattice cases are listed with --relations, checks of loading and of GPUs with --checks"
         words = " and ".join(f"'{word}'" for word in arguments.words)
         raise Misuse(f"no {what} has {words} in its id; {_NAMES}{hint}")
     say(count if arguments.count else "\n".join(found))

@@ -13,13 +13,15 @@ import pytest
 
 from cases.case import Level
 from cases.roles import empty_expert, zero_expert
-from harness import ledger, preflight
+from harness import device_checks, ledger, preflight
 from harness.backends import Backend
 from harness.cli import main
 from harness.commands.bench import collect_once
+from harness.device_checks import DeviceCheck
 from harness.environment import child_environ
 from harness.exits import Exit, Misuse, Unavailable
 from harness.gpus import default_backend, visible_gpus
+from harness.loading import questions
 from harness.pairs import relate, select
 from harness.subject.interpreter import libcuda
 from harness.verdict import Outcome, Verdict
@@ -57,6 +59,28 @@ def test_list_takes_words_before_and_after_its_options(capsys: pytest.CaptureFix
     assert main(["list", "--count", "silu", "[layer]"]) == 0
     one, other = capsys.readouterr().out.splitlines()
     assert one == other
+
+
+def test_list_of_checks_has_those_of_the_device_where_a_lane_has_one(capsys: pytest.CaptureFixture[str]) -> None:
+    def told(*arguments: str) -> list[str]:
+        assert main(["list", "--checks", *arguments]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    on_gpu, on_cpu = ({line.partition(":")[0] for line in told("--level=nightly", f"--backend={b}")} for b in ("triton", "interpreter"))
+    assert set(DeviceCheck) <= on_gpu
+    assert not set(DeviceCheck) & on_cpu
+    checks = len(device_checks.of(Level.SMOKE, Backend.TRITON))
+    loads = len(questions(Level.SMOKE, Backend.TRITON))
+    assert told("--backend=triton", "--count") == [f"{loads} loading checks, {checks} device checks"]
+    assert told("--backend=interpreter", "--count") == [f"{len(questions(Level.SMOKE, Backend.INTERPRETER))} loading checks"]
+    some = told("--backend=triton", "poisoned_memory", "--entry=fused_experts")
+    assert some
+    assert all(line.startswith("poisoned_memory:") and line.endswith("[fused_experts]") for line in some)
+
+
+def test_the_readme_names_every_check_of_the_device() -> None:
+    told = (ROOT / "README.md").read_text()
+    assert [check for check in DeviceCheck if f"`{check}`" not in told] == []
 
 
 def test_list_keeps_what_a_lane_is_asked(capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,6 +58,12 @@ def test_what_is_collected_is_what_runs(tmp_path: Path) -> None:
     assert len(ended.records) > 0
 
 
+def test_checks_of_the_device_without_one_say_why_there_is_none(tmp_path: Path) -> None:
+    ended = pytest_run(tmp_path, "--backend=interpreter", where=["harness/suite/test_cuda.py"])
+    assert (ended.code, ended.text.count("checks of the device are asked on a GPU's lane only")) == (5, 1)
+    assert "checks of the device" not in pytest_run(tmp_path, "--backend=interpreter", "--collect-only", *some(1)).text
+
+
 def test_markers_are_the_backends(tmp_path: Path) -> None:
     told = pytest_run(tmp_path, "--markers").text
     named = {line.partition(":")[0].removeprefix("@pytest.mark.") for line in told.splitlines() if "on every test of a run of" in line}
