@@ -63,7 +63,7 @@ def again(record: Record, run: Path, known: Ledger) -> Record:
         output = _kept(record, run)
         if output is not None and _is_about(verdict, output) and _known_here(record, pair, backend):
             verdict = verdict_of(pair, backend, output)
-    elif verdict.outcome in _RAISED and verdict.detail and record.kind in _THAT_LOAD:
+    elif verdict.outcome in _RAISED and record.kind in _THAT_LOAD and _in_vllms_words(verdict):
         refusals = declared(pair.case, pair.entry, backend)
         verdict = next((judge.refused(each, verdict.detail) for each in refusals if each.matches(verdict.detail)), verdict)
     judged = judged_by(
@@ -83,6 +83,11 @@ def again(record: Record, run: Path, known: Ledger) -> Record:
         ledger=judged.issue.id if judged.issue else "",
         link=judged.issue.link if judged.issue else "",
     )
+
+
+def _in_vllms_words(verdict: Verdict) -> bool:
+    """Whether vLLM raised, and not the harness or the device, whose signatures are other than what was said."""
+    return bool(verdict.detail) and verdict.signature == judge.raised(verdict.outcome, verdict.detail).signature
 
 
 def _known_here(record: Record, pair: Pair, backend: Backend) -> bool:

@@ -117,13 +117,20 @@ def test_a_verdict_on_more_than_the_output_is_not_judged_again(run: Path, outcom
 @pytest.mark.parametrize(("relation", "kind"), [("", "pair"), ("loaded", "loading check")])
 def test_words_that_are_declared_by_now_are_a_refusal(run: Path, relation: str, kind: str) -> None:
     declined = MoECase.from_id("e4m3fn-channel-static-quark-silu-bf16-e4k2m8h128i64-balanced")
-    raised = replace(NEW, outcome=Outcome.LOAD_ERROR, detail="ValueError: only per-tensor, per-channel and per-block scales are supported")
+    said = "ValueError: only per-tensor, per-channel and per-block scales are supported"
+    raised = replace(NEW, outcome=Outcome.LOAD_ERROR, detail=said, signature=said)
     told = replace(_record(declined, relation, kind), verdict=raised)
     now = rejudge.again(told, run, Ledger(issues=()))
     assert (now.verdict.outcome, now.status) == (Outcome.UNSUPPORTED, Status.CLEAN)
     assert now.verdict.detail == raised.detail
-    other = replace(told, verdict=replace(raised, detail="ValueError: something else"))
-    assert rejudge.again(other, run, Ledger(issues=())).status is Status.NEW
+    for signature, detail in (
+        ("ValueError: something else", "ValueError: something else"),
+        ("HARNESS_RAISED@run", said),
+        ("CUDA_CONTEXT_LOST@run", said),
+        ("OUT_OF_MEMORY@load", said),
+    ):
+        other = replace(told, verdict=replace(raised, signature=signature, detail=detail))
+        assert rejudge.again(other, run, Ledger(issues=())).status is Status.NEW
 
 
 def test_a_mismatch_of_another_run_than_the_one_kept_stands(run: Path) -> None:
