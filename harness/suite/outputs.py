@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,10 +40,18 @@ def forget(run: Path, pair: str) -> None:
 
 
 def keep(run: Path, record: Record, output: torch.Tensor) -> None:
-    """Nothing is kept of a large output, nor when there are many."""
+    """Nothing is kept of a large output, nor when there are many. Raises RecordsUnwritable; then no half of a file is left."""
     import torch
 
     if output.numel() * output.element_size() > LARGEST or len(list(directory(run).glob("*.pt"))) >= MOST:
         return
-    directory(run).mkdir(exist_ok=True)
-    torch.save({"backend": record.backend, "outputs": {record.pair: output}}, file_of(run, record.pair))
+    held = io.BytesIO()
+    torch.save({"backend": record.backend, "outputs": {record.pair: output}}, held)
+    with writing(file := file_of(run, record.pair)):
+        directory(run).mkdir(exist_ok=True)
+        part = file.with_suffix(".part")
+        try:
+            part.write_bytes(held.getbuffer())
+            part.replace(file)
+        finally:
+            part.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from harness.ledger import Ledger
 from harness.suite import outputs
 from harness.suite.subjects import open_subject
 from harness.verdict import Outcome, Verdict
-from reports.records import MERGED, Record, Recorder, Start, Status, merge, read, read_run
+from reports.records import MERGED, Record, Recorder, RecordsUnwritable, Start, Status, merge, read, read_run
 
 CASE = MoECase.from_id("e4m3fn-tensor-static-quark-silu-bf16-e4k2m8h128i64-balanced")
 OTHER = MoECase.from_id("e4m3fn-tensor-static-quark-silu-bf16-e4k2m8h128i128-balanced")
@@ -247,6 +248,22 @@ def test_large_outputs_and_very_many_are_not_kept(run: Path, monkeypatch: pytest
     monkeypatch.setattr(outputs, "MOST", 2)
     outputs.keep(run, record, torch.zeros(4))
     assert not outputs.file_of(run, record.pair).exists()
+
+
+def test_an_output_that_cannot_be_written_is_the_run_s_misuse_and_leaves_no_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs.directory(tmp_path).write_text("in the way")
+    with pytest.raises(RecordsUnwritable):
+        outputs.keep(tmp_path, _record(CASE), torch.zeros(4))
+    outputs.directory(tmp_path).unlink()
+
+    def full(path: Path, data: memoryview) -> int:
+        path.open("wb").write(data[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(RecordsUnwritable):
+        outputs.keep(tmp_path, _record(CASE), torch.zeros(4))
+    assert not list(outputs.directory(tmp_path).iterdir())
 
 
 def test_kept_is_what_is_new_or_a_known_mismatch() -> None:
