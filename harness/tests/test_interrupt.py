@@ -40,6 +40,7 @@ def interrupted(command: list[str], tmp_path: Path, *, group: bool, after: int =
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs inherit it ignored
     ) as run:
         while finished(tmp_path) < after and run.poll() is None:
             time.sleep(0.05)

@@ -157,9 +157,13 @@ def test_a_worker_that_breaks_by_itself_is_our_fault(tmp_path: Path, monkeypatch
 
 def test_interrupting_ends_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trees = [tree(tmp_path / name, INIT.format("hang")) for name in "ab"]
-    threading.Timer(4.0, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
-    with pytest.raises(KeyboardInterrupt):
-        run(trees, PLAN)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit it ignored
+    try:
+        threading.Timer(4.0, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            run(trees, PLAN)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_workers_do_not_outlive_whoever_started_them(tmp_path: Path) -> None:
