@@ -257,7 +257,8 @@ def test_an_output_that_cannot_be_written_is_the_run_s_misuse_and_leaves_no_half
     outputs.directory(tmp_path).unlink()
 
     def full(path: Path, data: memoryview) -> int:
-        path.open("wb").write(data[:10])
+        with path.open("wb") as file:
+            file.write(data[:10])
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", full)
