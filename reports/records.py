@@ -108,14 +108,36 @@ class Record(Start):
         unknown = set(data) - {f.name for f in fields(cls)}
         if unknown:
             raise ValueError(f"unknown fields {sorted(unknown)}")
-        for each in fields(cls):
-            kind, word = (dict, "an object") if str(each.type).startswith("dict") else (str, "a string")
-            if (kind is dict or each.type == "str") and not isinstance(value := data.get(each.name, kind()), kind):
-                raise TypeError(f"'{each.name}' is {value!r}, not {word}")
+        _typed(cls, data)
         verdict = dict(data.pop("verdict"))
+        _typed(Verdict, verdict)
+        _placed(verdict.get("worst", {}))
         fits = tuple(FaultFit(**{**fit, "experts": tuple(fit["experts"])}) for fit in verdict.pop("fits"))
         outcome = Outcome(verdict.pop("outcome"))
         return cls(verdict=Verdict(outcome=outcome, fits=fits, **verdict), status=Status(data.pop("status")), **data)
+
+
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "str": ((str,), "a string"),
+    "int": ((int,), "a number"),
+    "float | None": ((int, float, type(None)), "a number"),
+}
+
+
+def _typed(cls: type, data: dict[str, Any]) -> None:
+    """Raises TypeError where a plain field of dataclass ``cls`` has a value of another type; absent ones are not asked."""
+    for each in fields(cls):
+        kinds, word = ((dict,), "an object") if str(each.type).startswith("dict") else _TYPES.get(str(each.type), ((object,), ""))
+        if each.name in data and not isinstance(value := data[each.name], kinds):
+            raise TypeError(f"'{each.name}' is {value!r}, not {word}")
+
+
+def _placed(worst: dict[str, Any]) -> None:
+    """Raises TypeError for a worst element without place or value."""
+    index = worst.get("index")
+    paired = isinstance(index, list) and len(index) == 2 and all(isinstance(each, int) for each in index)
+    if worst and not (paired and isinstance(worst.get("actual"), (int, float))):
+        raise TypeError(f"'worst' is {worst!r}, not an element with its index and value")
 
 
 def died(start: Start, stage: str) -> Record:

@@ -61,11 +61,29 @@ def test_any_text_stays_on_its_line_and_comes_back(text: str, tmp_path: Path) ->
         ({"fields": "x"}, "'fields' is 'x', not an object"),
         ({"ran": []}, "'ran' is [], not an object"),
         ({"case": 3}, "'case' is 3, not a string"),
+        ({"peak_rss_bytes": "x"}, "'peak_rss_bytes' is 'x', not a number"),
     ],
 )
 def test_a_field_of_another_type_is_not_a_record(change: dict[str, object], says: str, tmp_path: Path) -> None:
     (tmp_path / "records.jsonl").write_text(json.dumps(json.loads(made().to_json()) | change) + "\n")
     with pytest.raises(RecordsUnreadable, match=re.escape(f"records.jsonl:1: not a record ({says})")):
+        read(tmp_path / "records.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"signature": None}, "'signature' is None, not a string"),
+        ({"margin": "NaN"}, "'margin' is 'NaN', not a number"),
+        ({"gains": []}, "'gains' is [], not an object"),
+        ({"worst": {"index": [1], "actual": 2.0}}, "'worst' is {'index': [1], 'actual': 2.0}, not an element with its index and value"),
+        ({"worst": {"index": [1, 2], "actual": None}}, "'worst' is {'index': [1, 2], 'actual': None}, not an element"),
+    ],
+)
+def test_a_verdict_of_other_types_is_not_a_record(change: dict[str, object], says: str, tmp_path: Path) -> None:
+    data = json.loads(made().to_json())
+    (tmp_path / "records.jsonl").write_text(json.dumps(data | {"verdict": data["verdict"] | change}) + "\n")
+    with pytest.raises(RecordsUnreadable, match=re.escape(f"records.jsonl:1: not a record ({says}")):
         read(tmp_path / "records.jsonl")
 
 
