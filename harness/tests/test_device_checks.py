@@ -26,6 +26,7 @@ from harness.recipes import recipe
 from harness.subject import HasModes, Loaded, LoadFailed, modes
 from harness.tests.fake_device import FakeDevice, Planted
 from harness.verdict import Outcome, Verdict
+from references.moe import Answer
 from references.vocabulary import CheckpointFormat, Format
 
 PAIR = min(
@@ -201,6 +202,15 @@ def test_offsets_of_32_bits_show_as_another_output_of_the_copy(monkeypatch: pyte
     assert verdict.outcome is (Outcome.NOT_IDENTICAL if short else Outcome.PASS)
 
 
+def _one_moved(answer: Answer, allowed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference's output in bf16, and with one element at the other end of what is allowed, or far off."""
+    low, one, high = (each.to(torch.bfloat16) for each in (answer.low, answer.expected, answer.high))
+    at = tuple(int(i) for i in (low < high).nonzero()[0])
+    moved = one.clone()
+    moved[at] = (low if one[at] != low[at] else high)[at] if allowed else 2 * high[at] + 1
+    return one, moved
+
+
 @pytest.mark.parametrize(
     ("backend", "allowed", "outcome"),
     [
@@ -219,10 +229,8 @@ def test_a_far_row_may_differ_where_that_is_declared_and_then_as_far_as_is_allow
     )
     checkpoint, batch = make_checkpoint(small), make_batch(small)
     answer = expected(small, recipe(small, pair.entry, backend), checkpoint, batch)
-    low, one, high = (each.to(torch.bfloat16) for each in (answer.low, answer.expected, answer.high))
-    at = tuple(int(i) for i in (low < high).nonzero()[0])
-    many = one.repeat(4, 1)
-    many[32:48][at] = (low if one[at] != low[at] else high)[at] if allowed else 2 * high[at] + 1
+    one, moved = _one_moved(answer, allowed)
+    many = torch.cat([one, one, moved, one])
     far = Far(case=replace(small, tokens=64), small=small, checkpoint=checkpoint, batches=(batch,), bytes_needed=0, period=16)
     monkeypatch.setattr(device_asked, "far_rows", lambda case: far)
 
@@ -262,10 +270,7 @@ def test_a_far_copy_may_differ_where_that_is_declared_and_then_as_far_as_is_allo
     logits = torch.tensor([[8.0, 0.0]]).repeat(4, 1)
     near_batch = replace(make_batch(small), router_logits=logits)
     answer = expected(small, recipe(small, pair.entry, backend), make_checkpoint(small), near_batch)
-    low, near, high = (each.to(torch.bfloat16) for each in (answer.low, answer.expected, answer.high))
-    at = tuple(int(i) for i in (low < high).nonzero()[0])
-    away = near.clone()
-    away[at] = (low if near[at] != low[at] else high)[at] if allowed else 2 * high[at] + 1
+    near, away = _one_moved(answer, allowed)
     batches = (near_batch, replace(near_batch, router_logits=logits.flip(1)))
     far = Far(case=small, small=small, checkpoint=make_checkpoint(small), batches=batches, bytes_needed=0)
     monkeypatch.setattr(device_asked, "far_expert", lambda case: far)
