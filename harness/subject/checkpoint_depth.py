@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -154,10 +153,8 @@ def _read(folder: str, dtype: torch.dtype, backend: str, device: str, sentinel: 
         with vllm_compat.current_config(config):
             vllm_compat.prepare_process(device)
             _built.append(built)
-            gc.freeze()  # the loader collects garbage twice, and this process is full of what is none
             try:
                 model = surface["get_model"](vllm_config=config)
             finally:
-                gc.unfreeze()
                 _built.remove(built)
         return Read(model.model.layers[0].mlp.experts, config, seen[0])

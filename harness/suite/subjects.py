@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from harness.allocator import keep_freed_memory
 from harness.backends import SPECS, Backend
 from harness.exits import Misuse
+from harness.garbage import pass_over_what_lives
 
 if TYPE_CHECKING:
     from harness.faults import Fault
@@ -60,7 +61,9 @@ def open_subject(spec: str, backend: Backend, *, on_cpu: bool = False) -> Subjec
 
         lane = SPECS[backend]
         gpu = lane.needs_gpu and not on_cpu
-        return VllmSubject(lane.moe_backend, device="cuda" if gpu else "cpu", interpreter=not gpu)
+        subject = VllmSubject(lane.moe_backend, device="cuda" if gpu else "cpu", interpreter=not gpu)
+        pass_over_what_lives()
+        return subject
     from harness.subject.fake import RefusingFake
 
     return RefusingFake(_fault(name) if colon else None, backend)

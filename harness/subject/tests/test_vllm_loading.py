@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,6 +22,7 @@ from harness.pairs import Pair
 from harness.subject import LoadFailed
 from harness.subject.directory import PREFIX, SHARDS, stacked, write_directory
 from harness.subject.loading import Depth, Loads
+from harness.suite.subjects import VLLM, open_subject
 from harness.verdict import Outcome, Verdict
 
 if TYPE_CHECKING:
@@ -51,6 +53,19 @@ def test_the_subject_can_be_asked(subject: VllmSubject) -> None:
 def test_an_honest_loading_holds(subject: VllmSubject, text: str, question: Question) -> None:
     verdict = became(subject, text, question)
     assert verdict.outcome is Outcome.PASS, verdict.detail
+
+
+@vllm
+def test_collections_pass_over_vllm_before_and_after_a_directory_is_read(subject: VllmSubject) -> None:
+    """A refused pair is followed by a collection, which took most of its time."""
+    try:
+        open_subject(VLLM, Backend.INTERPRETER)
+        opened = gc.get_freeze_count()
+        assert opened > 100_000
+        became(subject, CHANNEL, Question.DIRECTORY)
+        assert gc.get_freeze_count() > opened - 10_000
+    finally:
+        gc.unfreeze()
 
 
 Loader = Callable[..., Any]
