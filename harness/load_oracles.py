@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from harness.subject.loading import Loading
 
 
-_LIVE = 32  # tensors alive at once whose sizes an allocator may round up
-
-
 class Oracle(StrEnum):
     """Closed. Values are what signatures and the ledger say."""
 
@@ -132,7 +129,7 @@ def peak(case: MoECase, seen: Loading, *, requantized: bool = False) -> Iterator
     one = one if not rounded_up(case) else _whole_blocks(case)
     scales = sum(4 * tensor.numel() for name, tensor in seen.after.items() if "scale" in name)
     scratch = one * (4 + 4 + torch_dtype(case.dtype).itemsize + (8 if requantized else 0)) + 2 * scales
-    allowed = allocated.kept + scratch + _LIVE * allocated.granularity
+    allowed = allocated.kept + scratch
     if allocated.peak > allowed:
         text = (
             f"{allocated.peak} bytes at the peak, of which {allocated.kept} stay; with one expert's scratch of {scratch} "

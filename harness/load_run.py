@@ -12,6 +12,7 @@ from cases.case import Entry
 from cases.checkpoint import Checkpoint, make_checkpoint
 from harness import judge, load_expected, load_oracles, load_shards, load_views
 from harness.architectures import requested
+from harness.backends import SPECS
 from harness.bad_run import run_bad
 from harness.load_oracles import CLAIMS, Finding, Oracle
 from harness.load_stop import needs_gpu
@@ -134,9 +135,9 @@ def _at_depth(depth: Depth) -> _Answers:
 def _memory(
     case: MoECase, checkpoint: Checkpoint, backend: Backend, subject: WatchedLoading, extras: dict[str, object]
 ) -> Iterable[Finding]:
+    if SPECS[backend].needs_gpu:
+        subject.watch_loading(case, checkpoint)  # this one also compiles and tunes kernels
     seen = subject.watch_loading(case, checkpoint)
-    if seen.allocated is not None and seen.allocated.granularity > 1:
-        seen = subject.watch_loading(case, checkpoint)  # on a GPU the first one also compiles and tunes kernels
     assert seen.allocated is not None
     extras |= {"quant_method": seen.quant_method, "peak_bytes": seen.allocated.peak, "kept_bytes": seen.allocated.kept}
     return load_oracles.peak(case, seen, requantized=recipe(case, Entry.LAYER, backend).weight_requant is not None)

@@ -44,13 +44,12 @@ class Allocated:
     """Bytes allocated while weights were converted and quantized (process_weights_after_loading), inputs not counted.
 
     peak: most that lived at once. kept: what the layer's own tensors hold of it afterwards. largest: the largest single allocation, 0
-    where that is not known. granularity: to a multiple of which the allocator rounds.
+    where that is not known.
     """
 
     peak: int
     kept: int
     largest: int
-    granularity: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -122,19 +122,20 @@ def _counted(process: Callable[[torch.nn.Module], Any], layer: torch.nn.Module, 
 
 
 def _counted_on_cuda(process: Callable[[torch.nn.Module], Any], layer: torch.nn.Module, seen: Watched) -> Any:
-    """The caching allocator's own statistics; it has none of single allocations."""
+    """The caching allocator's own statistics, of what was asked for: the blocks it hands out can be a mebibyte larger. It has none of
+    single allocations."""
     device = next(layer.parameters()).device
     gc.collect()  # what an earlier layer left must not be given back meanwhile
     torch.cuda.synchronize(device)
     there = {each.untyped_storage().data_ptr(): StorageWeakRef(each.untyped_storage()) for each in layer.parameters()}
-    before = torch.cuda.memory_allocated(device)
+    before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
     torch.cuda.reset_peak_memory_stats(device)
     result = process(layer)
     torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - before
+    peak = torch.cuda.memory_stats(device)["requested_bytes.all.peak"] - before
     kept = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in layer.parameters()}
     new = sum(size for key, size in kept.items() if key not in there or there[key].expired())  # addresses come twice
-    seen.allocated = Allocated(peak=peak, kept=new, largest=0, granularity=512)
+    seen.allocated = Allocated(peak=peak, kept=new, largest=0)
     return result
 
 
