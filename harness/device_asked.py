@@ -108,6 +108,18 @@ def poisoned_memory(place: Place) -> Iterator[Broken]:
         yield from _same(f"memory full of 0x{pattern:02x} against memory full of zeros", outputs[0], output)
 
 
+def lagging_stream(place: Place) -> Iterator[Broken]:
+    """What is not ordered with the current stream reads what is not there yet, or is overwritten by what was asked for before it."""
+    here = place.load()
+    wanted = place.subject.run(here, place.batch).output
+    with place.subject.lagging():
+        late = place.subject.run(here, place.batch).output
+    yield from _same("run on a stream that lags behind the host against the default stream", wanted, late)
+    with place.subject.lagging():
+        there = place.load()
+    yield from _same("loaded on a stream that lags behind the host", wanted, place.subject.run(there, place.batch).output)
+
+
 def _in_mode(place: Place, mode: Mode) -> Iterator[Broken]:
     loaded = place.load()
     eager = place.subject.prepare(loaded, place.batch, Mode.EAGER)
@@ -267,6 +279,7 @@ def _reach(subject: HasModes, needed: int) -> None:
 
 ASKED: dict[DeviceCheck, Callable[[Place], Iterator[Broken]]] = {
     DeviceCheck.POISONED_MEMORY: poisoned_memory,
+    DeviceCheck.LAGGING_STREAM: lagging_stream,
     DeviceCheck.REPLAYED_GRAPH: replayed_graph,
     DeviceCheck.REPLAYED_SCALES: replayed_scales,
     DeviceCheck.COMPILED: compiled,

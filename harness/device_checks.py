@@ -24,6 +24,7 @@ class DeviceCheck(StrEnum):
     """Closed. Values are what test ids and records say."""
 
     POISONED_MEMORY = "poisoned_memory"
+    LAGGING_STREAM = "lagging_stream"
     REPLAYED_GRAPH = "replayed_graph"
     REPLAYED_SCALES = "replayed_scales"
     COMPILED = "compiled"
@@ -36,6 +37,7 @@ class DeviceCheck(StrEnum):
 
 CLAIMS: dict[DeviceCheck, str] = {
     DeviceCheck.POISONED_MEMORY: "what fresh memory, workspaces and padding hold before a layer is loaded and run moves no bit",
+    DeviceCheck.LAGGING_STREAM: "loaded, or run, on a stream of its own that lags behind the host, a layer gives the default stream's bits",
     DeviceCheck.REPLAYED_GRAPH: "a CUDA graph captured on one batch and replayed on another gives the bits of an eager run",
     DeviceCheck.REPLAYED_SCALES: "a CUDA graph replayed after weight scales changed in place gives the bits of eager with the new scales",
     DeviceCheck.COMPILED: "torch.compile(fullgraph=True) gives the bits of an eager run, on another batch too",

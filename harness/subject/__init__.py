@@ -98,6 +98,10 @@ class HasModes(Subject, Protocol):
         """Memory that is handed out next holds ``byte``."""
         ...
 
+    def lagging(self) -> AbstractContextManager[None]:
+        """While entered, a stream of its own is current, each operation on it waits a while, and its fresh memory is filled."""
+        ...
+
     def prepare(self, loaded: Loaded, batch: Batch, mode: Mode) -> Callable[[Batch], torch.Tensor]:
         """Capture or compile on ``batch``; called with a batch of its shape: output [M, H] on the CPU. Both raise RunFailed."""
         ...

@@ -10,13 +10,19 @@ import torch
 from harness.gpus import WORKERS_ON_GPU
 from harness.subject.errors import verbatim
 
+_MUCH = 2**30  # bytes
+
 
 def recover() -> str | None:
-    """Give back what a failed pair held and try the device. None when it works, else what it raised, verbatim."""
-    gc.collect()
+    """Try the device, and give back what a failed pair held where it is much. None when it works, else what it raised, verbatim.
+
+    Not after every refusal: to give memory back to the driver and fetch it again takes longer than most pairs.
+    """
     try:
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+        if torch.cuda.memory_reserved() > _MUCH:
+            gc.collect()
+            torch.cuda.empty_cache()
         answer = torch.arange(4, device="cuda").sum().item()
         torch.cuda.synchronize()
     except RuntimeError as error:  # torch.AcceleratorError and OutOfMemoryError are such

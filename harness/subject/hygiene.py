@@ -27,7 +27,7 @@ def quiet() -> None:
 
 @contextlib.contextmanager
 def pristine() -> Iterator[None]:
-    """Restore default dtype and device, grad mode, random state, thread count, environment, directory,
+    """Restore default dtype and device, CUDA stream, grad mode, random state, thread count, environment, directory,
     exception hook and warning filters.
 
     vLLM's own contexts (config, forward context) restore themselves and are entered inside this one.
@@ -36,6 +36,7 @@ def pristine() -> Iterator[None]:
     grad, threads = torch.is_grad_enabled(), torch.get_num_threads()
     deterministic = torch.are_deterministic_algorithms_enabled()
     random_state = torch.random.get_rng_state()
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
     held = os.environ._data  # as bytes: decoding all of it six times a pair takes as long as a small layer's forward
     environment, directory, excepthook = dict(held), os.getcwd(), sys.excepthook
     try:
@@ -51,9 +52,20 @@ def pristine() -> Iterator[None]:
         if torch.are_deterministic_algorithms_enabled() != deterministic:
             torch.use_deterministic_algorithms(deterministic)
         torch.random.set_rng_state(random_state)
+        _back_to(stream)
         if held != environment:
             os.environ.clear()
             os.environ.update({os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()})
         if os.getcwd() != directory:
             os.chdir(directory)
         sys.excepthook = excepthook  # torch.distributed installs one that prefixes every line with the rank
+
+
+def _back_to(stream: torch.cuda.Stream | None) -> None:
+    """vLLM's ``current_stream`` makes a stream of its own the current one for good. None: CUDA was not initialised before."""
+    if not torch.cuda.is_initialized():
+        return
+    before, now = stream or torch.cuda.default_stream(), torch.cuda.current_stream()
+    if now != before:
+        before.wait_stream(now)
+        torch.cuda.set_stream(before)

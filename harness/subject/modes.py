@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.subject import RunFailed, device, vllm_compat
 from harness.subject.errors import verbatim
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from harness.subject import Loaded
 
 _GRANULE, _SMALL_POOL = 512, 2**20  # bytes: what the caching allocator rounds to; the largest request that its small pool serves
+_WAIT = 2_000_000  # cycles, of some 2 GHz: a hundred times what launching a kernel takes the host
 _LARGE, _MANY = 64 * 2**20, 16  # more than any buffer of a case; so many blocks of the small pool
 
 
@@ -130,6 +132,32 @@ def poison(byte: int) -> None:
     for size in (_GRANULE, 2**16, _SMALL_POOL, 2**23):
         if not bool((torch.empty(size, dtype=torch.uint8, device="cuda").cpu() == byte).all()):  # compared here: that allocates too
             raise RuntimeError(f"{size} bytes of fresh device memory do not hold 0x{byte:02x} after poisoning")
+
+
+class _Lag(TorchDispatchMode):
+    """Every operation is preceded by a wait on its stream. An operator of vLLM's own may launch many kernels, all behind one wait."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        torch.cuda._sleep(_WAIT if func.namespace == "aten" else 10 * _WAIT)
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def lagging() -> Iterator[None]:
+    """A stream of its own is current, with fresh memory full of 0x7f, and lags behind the host.
+
+    vLLM's ``current_stream`` (``utils/torch_utils.py``) makes a stream of its own the current one, before a model is loaded where there
+    are several ranks. Work on the legacy default stream, cudaMemcpy among it, does not wait for such a stream, nor it for that.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    try:
+        with torch.cuda.stream(stream):
+            poison(0x7F)
+            with _Lag():
+                yield
+    finally:
+        torch.cuda.synchronize()
 
 
 def free_pieces(segments: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -128,6 +128,12 @@ class VllmSubject:
 
         modes.poison(byte)
 
+    def lagging(self) -> AbstractContextManager[None]:
+        """While entered, a stream of its own is current, each operation on it waits a while, and its fresh memory is filled."""
+        from harness.subject import modes
+
+        return modes.lagging()
+
     def prepare(self, loaded: Loaded, batch: Batch, mode: Mode) -> Callable[[Batch], torch.Tensor]:
         """Execute ``loaded`` in another way, prepared on ``batch``; called with a batch of its shape: output [M, H] on the CPU.
 

@@ -22,6 +22,8 @@ from harness.subject.modes import Mode
 class Planted(StrEnum):
     READS_FRESH_MEMORY = "a row past the last is read and added with weight 0"
     LOADS_INTO_FRESH_MEMORY = "padding of a scale reaches the output"
+    RUNS_ON_ANOTHER_STREAM = "a kernel is launched on the default stream, whatever the current one"
+    LOADS_ON_ANOTHER_STREAM = "a scale is converted on the default stream, whatever the current one"
     HOST_SCALAR = "a graph holds the scale as a number, not as memory"
     FIRST_BATCH = "a graph holds the batch it was captured on"
     COMPILED_CONSTANT = "a compiled function took a scale for a constant"
@@ -37,10 +39,10 @@ class FakeDevice:
     def __init__(self, planted: Planted | None = None, backend: Backend = Backend.TRITON, free: int = 2**40, swaps: bool = True) -> None:
         self.name, self.planted, self.free, self.swaps = "fake device", planted, free, swaps
         self._honest, self._byte, self._runs, self._seen = FakeSubject(None, backend), 0, 0, list[bool]()
-        self._allowed, self._loaded_with = True, 0
+        self._allowed, self._loaded_with, self._lags, self._loaded_late = True, 0, False, False
 
     def load(self, case: MoECase, entry: Entry, checkpoint: Checkpoint) -> Loaded:
-        self._loaded_with = self._byte
+        self._loaded_with, self._loaded_late = self._byte, self._lags
         return replace(self._honest.load(case, entry, checkpoint), parameters={"w13_weight_scale": torch.ones(1)})
 
     def run(self, loaded: Loaded, batch: Batch) -> Ran:
@@ -52,6 +54,8 @@ class FakeDevice:
         wrong = {
             Planted.READS_FRESH_MEMORY: self._byte == 0xFF,
             Planted.LOADS_INTO_FRESH_MEMORY: self._loaded_with == 0xFF,
+            Planted.RUNS_ON_ANOTHER_STREAM: self._lags,
+            Planted.LOADS_ON_ANOTHER_STREAM: self._loaded_late,
             Planted.SWAPPED_ROWS: swaps,
             Planted.UNSTEADY: self._runs % 7 == 0,
         }
@@ -61,6 +65,12 @@ class FakeDevice:
 
     def poison(self, byte: int) -> None:
         self._byte = byte
+
+    @contextlib.contextmanager
+    def lagging(self) -> Iterator[None]:
+        self._lags = True
+        yield
+        self._lags = False
 
     def prepare(self, loaded: Loaded, batch: Batch, mode: Mode) -> Callable[[Batch], torch.Tensor]:
         scale = loaded.parameters["w13_weight_scale"]

@@ -37,6 +37,8 @@ NEAR = [check for check in DeviceCheck if check not in FAR]
 CAUGHT = {
     Planted.READS_FRESH_MEMORY: {DeviceCheck.POISONED_MEMORY},
     Planted.LOADS_INTO_FRESH_MEMORY: {DeviceCheck.POISONED_MEMORY},
+    Planted.RUNS_ON_ANOTHER_STREAM: {DeviceCheck.LAGGING_STREAM},
+    Planted.LOADS_ON_ANOTHER_STREAM: {DeviceCheck.LAGGING_STREAM},
     Planted.HOST_SCALAR: {DeviceCheck.REPLAYED_SCALES},
     Planted.FIRST_BATCH: {DeviceCheck.REPLAYED_GRAPH},
     Planted.COMPILED_CONSTANT: {DeviceCheck.COMPILED_SCALES},

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
 from harness.gpus import WORKERS_ON_GPU
-from harness.subject import Loaded, device, modes
+from harness.subject import Loaded, device, modes, watch_loading
+from harness.subject.loading import Allocated
 
 GIB = 2**30
 
@@ -27,6 +30,43 @@ def test_alone_a_process_has_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(WORKERS_ON_GPU, raising=False)
     assert device.share() == 1.0
     device.share_memory()  # sets no fraction: that would start CUDA
+
+
+@pytest.mark.parametrize(("reserved", "given_back"), [(5 * GIB, ["collected", "emptied"]), (GIB // 2, [])])
+def test_only_much_memory_is_given_back_after_a_failure(monkeypatch: pytest.MonkeyPatch, reserved: int, given_back: list[str]) -> None:
+    seen: list[str] = []
+    arange = torch.arange
+    monkeypatch.setattr(torch, "arange", lambda end, device: arange(end))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: reserved)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append("emptied"))
+    monkeypatch.setattr(gc, "collect", lambda: seen.append("collected"))
+    assert device.recover() is None
+    assert seen == given_back
+
+
+def test_a_device_that_adds_wrongly_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "arange", lambda end, device: torch.ones(end))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+    assert device.recover() == "0 + 1 + 2 + 3 came out as 4.0"
+
+
+def test_what_was_asked_for_is_counted_not_the_blocks_of_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen on an H200: a block of the large pool held 655 360 bytes more than were asked for."""
+    layer = torch.nn.Linear(4, 4)
+    stats = {"requested_bytes.all.current": 100, "requested_bytes.all.peak": 100, "allocated_bytes.all.peak": 2**20}
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: dict(stats))
+    seen = watch_loading.Watched()
+
+    def process(layer: torch.nn.Module) -> None:
+        layer.weight = torch.nn.Parameter(torch.zeros(8, 4))
+        stats["requested_bytes.all.peak"] = 100 + 128 + 64
+
+    watch_loading._counted_on_cuda(process, layer, seen)
+    assert seen.allocated == Allocated(peak=192, kept=128, largest=0)
 
 
 def test_every_free_block_is_asked_for_whole_and_largest_first() -> None:

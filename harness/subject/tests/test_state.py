@@ -58,6 +58,28 @@ def _state() -> dict[str, object]:
     }
 
 
+@pytest.mark.parametrize("before", ["default", "own", None])
+def test_a_stream_that_vllm_made_the_current_one_does_not_stay_it(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
+    """None: CUDA is initialised by what runs inside."""
+
+    class Stream(str):
+        def wait_stream(self, other: str) -> None:
+            waited.append((str(self), str(other)))
+
+    waited: list[tuple[str, str]] = []
+    current = [Stream(before or "default")]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: before is not None or current != ["default"])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda: Stream("default"))
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.__setitem__(0, stream))
+    with pristine():
+        current[0] = Stream("vLLM's")
+    assert (current, waited) == ([before or "default"], [(before or "default", "vLLM's")])
+    with pristine():
+        pass
+    assert len(waited) == 1
+
+
 @pytest.mark.vllm
 @pytest.mark.parametrize(("text", "entry"), WITNESSES, ids=[text for text, _ in WITNESSES])
 def test_alone_after_twenty_and_after_failures(subject: VllmSubject, text: str, entry: Entry, tmp_path: Path) -> None:
@@ -135,7 +157,7 @@ def test_everything_named_is_restored(tmp_path: Path) -> None:
         torch.set_default_dtype(torch.float64)
         torch.set_default_device("meta")
         torch.set_grad_enabled(False)
-        torch.random.set_rng_state(torch.random.get_rng_state().roll(1))
+        torch.random.manual_seed(torch.random.initial_seed() + 1)
         os.environ["MOEDIFF_TRASH"] = "1"
         os.chdir(tmp_path)
         sys.excepthook = print
