@@ -38,6 +38,8 @@ _KNOWN = {  # experts of layers that are not packed; recipes_packed.py says whic
     *("DeepGemmExperts", "BatchedDeepGemmExperts"),
 }
 _BLOCK_CAST_AMAX_FLOOR = 1e-4  # utils/deep_gemm.py::per_block_cast_to_fp8
+# Of static scales' operators. fp8/common.cuh: fmaxf(-448, fminf(x, 448)), and fminf passes NaN over; PTX ISA: cvt to an integer makes it 0
+_OF_NAN = {Format.E4M3FN: 448.0, Format.INT8: 0.0}
 _GROUP_AMAX_FLOOR = 1e-10  # eps of per_token_group_quant_*: a floor of the amax, so of the scale once divided by qmax
 
 
@@ -78,7 +80,7 @@ def _act_scheme(case: MoECase, entry: Entry) -> ActQuant | None:
         case ActScale.NONE | ActScale.DYNAMIC_GROUP16 | ActScale.DYNAMIC_GROUP32:
             return None
         case ActScale.STATIC_TENSOR:
-            return ActQuant(format=case.weight, layout=Layout.TENSOR, dynamic=False)
+            return ActQuant(format=case.weight, layout=Layout.TENSOR, dynamic=False, of_nan=_OF_NAN[case.weight])
         case ActScale.DYNAMIC_TENSOR if fp8:
             return ActQuant(format=case.weight, layout=Layout.TENSOR, dynamic=True)
         case ActScale.DYNAMIC_TENSOR:

@@ -14,7 +14,7 @@ import torch
 
 from references.activations import function_range
 from references.formats import binade, limits, round_to, saturate
-from references.quantize import Quantized, multiplier, next_power_of_two, quotient, symmetric
+from references.quantize import Quantized, coded, multiplier, next_power_of_two, quotient, symmetric
 from references.scales import expand, group_amax
 from references.vocabulary import Activation, ActQuant, Format, Quotient, Rounding, WeightQuant
 
@@ -47,7 +47,7 @@ GELU_RELATIVE = 2.0 * U32  # the products by g and by 1/2
 _TINY = 2.0**-126  # results below fp32's normal range may be flushed to zero
 _SILU_OVERFLOW = 88.73 * 2.0**-128  # exp(-g) overflows beyond g = -88.72, which makes silu 0
 # silu to the last bit. From 18 on exp(-g) < 2**-25, also with its error: 1 + exp(-g) rounds to 1 and g / 1, or g times 1 / 1, is g. Up to
-# -110 exp(-g) overflows (from 88.73 on), g / inf is -0, and the exact value rounds to -0 in fp32 too. silu(0) = 0 / 2.
+# -110 exp(-g) overflows (from 88.73 on), g / inf is -0, and the exact value rounds to -0 in fp32 too. silu(0) = 0 / 2. -inf / inf is NaN.
 SILU_IDENTITY_FROM = 18.0
 SILU_ZERO_UP_TO = -110.0
 
@@ -179,8 +179,8 @@ def quantize(x: Interval, how: ActQuant, static_scale: torch.Tensor | None) -> t
         ratio = _any_quotient(x, Interval(expanded(scale.low), expanded(scale.high)))
     else:
         ratio = _known_quotient(x, scale, amax, how, expanded)
-    low = saturate(ratio.low, how.format, how.rounding)
-    high = low if ratio.high is ratio.low else saturate(ratio.high, how.format, how.rounding)
+    low = coded(ratio.low, how)
+    high = low if ratio.high is ratio.low else coded(ratio.high, how)
     codes = exactly(low) if torch.equal(low, high) else Interval(low, high)
     if scale.low.dim() == 0:
         scale = Interval(scale.low.expand(rows, 1), scale.high.expand(rows, 1))
@@ -238,12 +238,13 @@ def activation_interval(activation: Activation, x: Interval) -> Interval:
             errors = [GELU_TANH_ABSOLUTE * farthest / 2.0 + GELU_RELATIVE * end.abs() for end in (low, high)]
         case _:  # relu2, max and a product: one rounding, that of the store
             return Interval(low, high)
-    return widen(Interval(low, high), *errors)
+    # inf has no error: inf / 2 * (1 + 1). -inf / 2 * (1 - 1) is NaN
+    return widen(Interval(low, high), *(error.masked_fill(torch.isinf(end), 0.0) for error, end in zip(errors, (low, high), strict=True)))
 
 
 def _where_silu_is_known(x: Interval, otherwise: Interval) -> Interval:
     identity = x.low >= SILU_IDENTITY_FROM
-    zero = (x.high <= SILU_ZERO_UP_TO) | ((x.low == 0) & (x.high == 0))
+    zero = ((x.high <= SILU_ZERO_UP_TO) & torch.isfinite(x.low)) | ((x.low == 0) & (x.high == 0))
     ends = (
         torch.where(identity, a, torch.where(zero, torch.zeros_like(a), b)) for a, b in ((x.low, otherwise.low), (x.high, otherwise.high))
     )

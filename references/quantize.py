@@ -93,7 +93,13 @@ def quantize_activations(x: torch.Tensor, how: ActQuant, static_scale: float | t
         group_scale = torch.as_tensor(static_scale, dtype=torch.float64)
         scale = group_scale.reshape(-1, 1)
         factor = multiplier(scale, None, how)
-    return Quantized(codes=saturate(quotient(x, scale, factor), how.format, how.rounding), scale=scale, group_scale=group_scale)
+    return Quantized(codes=coded(quotient(x, scale, factor), how), scale=scale, group_scale=group_scale)
+
+
+def coded(ratio: torch.Tensor, how: ActQuant) -> torch.Tensor:
+    """The codes of quotients, both float64."""
+    codes = saturate(ratio, how.format, how.rounding)
+    return codes if how.of_nan is None else torch.where(torch.isnan(codes), how.of_nan, codes)
 
 
 def symmetric(codes: torch.Tensor, fmt: Format) -> torch.Tensor:

@@ -162,6 +162,7 @@ class ActQuant:
     power_of_two: bool = False  # a dynamic scale is raised to the next power of two (UE8M0)
     store: Format | None = None  # codes times scale are rounded to this before they enter the GEMM (NVFP4, emulated)
     per_expert: bool = False  # the rows of each expert are quantized by themselves: a dynamic scale per tensor is one per expert
+    of_nan: float | None = None  # the code of NaN; None: NaN stays
 
     @property
     def microscaled(self) -> bool:

@@ -193,7 +193,8 @@ def _quantize(x: torch.Tensor, how: ActQuant | None, static: torch.Tensor | None
         amax = amax.max().expand(rows, 1) if how.layout is Layout.TENSOR else amax
         scale = cast(amax / qmax, how.scale_store).clamp_min(torch.tensor(how.scale_floor).to(torch_dtype(how.scale_store)).item())
     ratio = _divided(x, _wide(scale, cols), _wide(amax.clamp_min(how.scale_floor * qmax), cols), qmax, how.quotient)
-    return _onto(ratio, how.format, how.rounding), scale
+    codes = _onto(ratio, how.format, how.rounding)
+    return codes if how.of_nan is None else codes.nan_to_num(nan=how.of_nan), scale
 
 
 def _nvfp4(x: torch.Tensor, g: torch.Tensor, store: Format) -> torch.Tensor:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import gc
 import inspect
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.subject import RunFailed, device, vllm_compat
 from harness.subject.errors import verbatim
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
     from harness.subject import Loaded
 
 _GRANULE, _SMALL_POOL = 512, 2**20  # bytes: what the caching allocator rounds to; the largest request that its small pool serves
-_WAIT = 2_000_000  # cycles, of some 2 GHz: a hundred times what launching a kernel takes the host
+_WAIT, _WAITS = 10_000_000, 4  # cycles, of some 2 GHz; two such waits are longer than another thread may hold Python's lock
 _LARGE, _MANY = 64 * 2**20, 16  # more than any buffer of a case; so many blocks of the small pool
 
 
@@ -134,30 +137,45 @@ def poison(byte: int) -> None:
             raise RuntimeError(f"{size} bytes of fresh device memory do not hold 0x{byte:02x} after poisoning")
 
 
-class _Lag(TorchDispatchMode):
-    """Every operation is preceded by a wait on its stream. An operator of vLLM's own may launch many kernels, all behind one wait."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        torch.cuda._sleep(_WAIT if func.namespace == "aten" else 10 * _WAIT)
-        return func(*args, **(kwargs or {}))
-
-
 @contextlib.contextmanager
 def lagging() -> Iterator[None]:
-    """A stream of its own is current, with fresh memory full of 0x7f, and lags behind the host.
+    """A stream of its own is current, with fresh memory full of 0x7f, and lags behind the host all the while.
 
     vLLM's ``current_stream`` (``utils/torch_utils.py``) makes a stream of its own the current one, before a model is loaded where there
     are several ranks. Work on the legacy default stream, cudaMemcpy among it, does not wait for such a stream, nor it for that.
     """
-    stream = torch.cuda.Stream()
+    stream, stop, busy = torch.cuda.Stream(), threading.Event(), threading.Event()
     stream.wait_stream(torch.cuda.current_stream())
-    try:
-        with torch.cuda.stream(stream):
-            poison(0x7F)
-            with _Lag():
+    with torch.cuda.stream(stream):
+        poison(0x7F)
+        with ThreadPoolExecutor(1) as pool:
+            waits = pool.submit(_wait_on, stream, stop, busy)
+            try:
+                while not busy.wait(0.01) and not waits.done():
+                    pass
                 yield
-    finally:
-        torch.cuda.synchronize()
+            finally:
+                stop.set()
+            waits.result()
+    torch.cuda.synchronize()
+
+
+def _wait_on(stream: torch.cuda.Stream, stop: threading.Event, busy: threading.Event) -> None:
+    """Until ``stop``, the stream holds so many waits not yet over. One that the host waits for has others behind it by then.
+
+    A thread and no dispatch mode: under a mode torch.compile compiles nothing, and the bits may be others.
+    """
+    with torch.cuda.stream(stream):
+        pending: collections.deque[torch.cuda.Event] = collections.deque()
+        while not stop.is_set():
+            while pending and pending[0].query():
+                pending.popleft()
+            if len(pending) < _WAITS:
+                torch.cuda._sleep(_WAIT)
+                pending.append(stream.record_event())
+                continue
+            busy.set()
+            time.sleep(0.001)
 
 
 def free_pieces(segments: Sequence[Mapping[str, Any]]) -> list[int]:
