@@ -92,9 +92,22 @@ def times(x: Interval, y: Interval) -> Interval:
     return Interval(torch.minimum(torch.minimum(a, b), torch.minimum(c, d)), torch.maximum(torch.maximum(a, b), torch.maximum(c, d)))
 
 
+def opened(x: Interval, *of: Interval) -> Interval:
+    """``x``, made of ``of``: what is NaN stays NaN where each of those is one number, or NaN; else it may be NaN, and any number."""
+    doubtful = torch.isnan(x.low) | torch.isnan(x.high)
+    if not bool(doubtful.any()):
+        return x
+    if of:
+        doubtful &= torch.stack([~torch.isclose(each.low, each.high, rtol=0, atol=0, equal_nan=True) for each in of]).any(0)
+    return Interval(x.low.masked_fill(doubtful, -torch.inf), x.high.masked_fill(doubtful, torch.inf))
+
+
 def widen(x: Interval, radius_low: torch.Tensor, radius_high: torch.Tensor) -> Interval:
-    """[low - radius_low, high + radius_high]."""
-    return Interval(x.low - radius_low, x.high + radius_high)
+    """[low - radius_low, high + radius_high]. An infinity has no error: that of a rounding to a stored format, it stays what it is."""
+    return Interval(
+        x.low - radius_low.masked_fill(torch.isinf(x.low), 0.0),
+        x.high + radius_high.masked_fill(torch.isinf(x.high), 0.0),
+    )
 
 
 def is_power_of_two(x: torch.Tensor) -> torch.Tensor:
@@ -238,8 +251,7 @@ def activation_interval(activation: Activation, x: Interval) -> Interval:
             errors = [GELU_TANH_ABSOLUTE * farthest / 2.0 + GELU_RELATIVE * end.abs() for end in (low, high)]
         case _:  # relu2, max and a product: one rounding, that of the store
             return Interval(low, high)
-    # inf has no error: inf / 2 * (1 + 1). -inf / 2 * (1 - 1) is NaN
-    return widen(Interval(low, high), *(error.masked_fill(torch.isinf(end), 0.0) for error, end in zip(errors, (low, high), strict=True)))
+    return widen(Interval(low, high), *errors)
 
 
 def _where_silu_is_known(x: Interval, otherwise: Interval) -> Interval:

@@ -12,6 +12,7 @@ from references.bounds import (
     Interval,
     activation_interval,
     exactly,
+    opened,
     quantize,
     router_weights,
     store,
@@ -208,29 +209,19 @@ def _activated(h13: Interval, activation: Activation, recipe: Recipe, trace: Tra
     if not activation.gated:
         act = activation_interval(activation, h13)
         trace("the activation", act)
-        return store(_opened(act, h13) if clamped else act, recipe.activation_store)
+        return store(opened(act, h13) if clamped else act, recipe.activation_store)
     half = h13.low.shape[1] // 2
     gate, up = (h13[:, :half], h13[:, half:])
     if has_parameters(activation, recipe.swiglu):
         product = gated_interval(activation, recipe.swiglu or Swiglu(), gate, up, recipe.gate_store)
         trace("gate times up", product)
-        return store(_opened(product) if clamped else product, recipe.activation_store)
+        return store(opened(product) if clamped else product, recipe.activation_store)
     act = activation_interval(activation, gate)
     trace("the activation", act)
     act = store(act, recipe.gate_store or Format.FP32)
     product = store(times(act, up), Format.FP32)
     trace("gate times up", product)
-    return store(_opened(product, gate, act, up) if clamped else product, recipe.activation_store)
-
-
-def _opened(x: Interval, *of: Interval) -> Interval:
-    """``x``, made of ``of``: what is NaN stays NaN where each of those is one number; else it may be NaN, and any number."""
-    doubtful = torch.isnan(x.low) | torch.isnan(x.high)
-    if not bool(doubtful.any()):
-        return x
-    if of:
-        doubtful &= torch.stack([each.low != each.high for each in of]).any(0)
-    return Interval(x.low.masked_fill(doubtful, -torch.inf), x.high.masked_fill(doubtful, torch.inf))
+    return store(opened(product, gate, act, up) if clamped else product, recipe.activation_store)
 
 
 def enclose(

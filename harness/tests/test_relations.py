@@ -9,19 +9,18 @@ import torch
 from cases.axes import InvalidCase
 from cases.case import Entry, MoECase
 from cases.perturb import Spot, perturb
-from harness import exact
 from harness.backends import Backend
 from harness.exact import BUILDERS, Drive, evaluate, identify, inputs_of, run_relation, verdict
 from harness.faults import Fault
-from harness.inject import contributions
+from harness.inject import Inputs, changed, with_all
 from harness.message import message
 from harness.pairs import Pair
 from harness.relations import EXEMPTIONS, Exemption, Place, Relation, asked, why_not
 from harness.relations_check import Setting, Variant, check
 from harness.subject.fake import FakeSubject
 from harness.verdict import NOT_FINITE, Outcome
-from references.formats import round_to
-from references.vocabulary import Format
+from references.answer import answer_of
+from references.vocabulary import ActQuant
 
 CHANNEL = "int8-channel-static-raw-relu2_no_mul-bf16-e4k1m8h64i32-balanced-lattice"
 PAIRS = (
@@ -68,37 +67,61 @@ def test_no_fault_is_named_where_nothing_finite_is_left() -> None:
     assert verdict(Relation.REFERENCE, start, Drive(FakeSubject(Fault.W_SCALE_FLAT_INDEX))).signature == NOT_FINITE
 
 
-def test_a_fault_is_named_where_a_clamp_makes_numbers_of_its_nan_and_only_there() -> None:
-    """Seen on an H200 and here: a scale that the flat index gives another expert overflows fp16, and FP8's clamp takes the NaN away."""
-    text = "e4m3fn-channel-static-quark-gelu-fp16-e8k4m33h128i64-balanced-bias-lattice"
-    start = setting(text, Entry.FUSED_EXPERTS)
-    third = list(BUILDERS[Relation.GATE_SCALE](start))[2]
-    faulty = evaluate_faulty(third.setting)
-    nowhere = ~torch.isfinite(faulty)
+OVERFLOWS = "e4m3fn-channel-static-quark-gelu-fp16-e8k4m33h128i64-balanced-bias-lattice"
+
+
+def test_a_fault_is_named_where_a_clamp_makes_numbers_of_its_nan() -> None:
+    """Seen on an H200 and here: a scale that the flat index gives another expert overflows fp16, and FP8's clamp makes 448 of NaN."""
+    third, faulty, _ = overflown()
+    as_if_nan_stayed = replace(faulty, recipe=replace(faulty.recipe, a2=replace(a2_of(faulty), of_nan=None)))
+    nowhere = ~torch.isfinite(evaluate(as_if_nan_stayed).sum(1))
     assert 0 < int(nowhere.sum()) < nowhere.numel() // 2
-    clamped = torch.where(nowhere, 1.0, faulty)
-    assert identify(third, clamped.half()) == "W_SCALE_FLAT_INDEX@all"
-    assert identify(third, torch.where(nowhere, torch.nan, faulty).half()) == "W_SCALE_FLAT_INDEX@all"
-    (row, column), *_ = torch.nonzero(~nowhere & (faulty != 0)).tolist()
-    clamped[row, column] *= 1.01
-    assert identify(third, clamped.half()) == ""
+    answer = answer_of(faulty.loaded, faulty.hidden_states, faulty.routing, faulty.activation, faulty.recipe)
+    for end in (answer.low, answer.high):
+        assert identify(third, end.half()) == "W_SCALE_FLAT_INDEX@all"
+    for other in (torch.nan, 1.0):
+        assert identify(third, torch.where(nowhere, other, answer.low).half()) == ""
 
 
-def test_a_fault_is_not_named_where_most_has_no_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "e4m3fn-channel-static-quark-gelu-fp16-e8k4m33h128i64-balanced-bias-lattice"
-    third = list(BUILDERS[Relation.GATE_SCALE](setting(text, Entry.FUSED_EXPERTS)))[2]
-    faulty = evaluate_faulty(third.setting)
-    clamped = torch.where(torch.isfinite(faulty), faulty, 1.0).half()
-    share = float((~torch.isfinite(faulty)).double().mean())
-    monkeypatch.setattr(exact, "_LOST", share)
-    assert identify(third, clamped) == ""
-    monkeypatch.setattr(exact, "_LOST", share * 1.01)
-    assert identify(third, clamped) == "W_SCALE_FLAT_INDEX@all"
+def test_no_element_of_a_fault_that_overflows_hides_another() -> None:
+    third, _, output = overflown()
+    assert identify(third, output) == "W_SCALE_FLAT_INDEX@all"
+    for row, column in enumerate(output.abs().argmax(1)):
+        moved = output.clone()
+        moved[row, column] *= 1.01
+        assert identify(third, moved) == "", row
 
 
-def evaluate_faulty(start: Setting) -> torch.Tensor:
-    """[M, H] float64 as fp16 holds it, with the founding fault."""
-    return round_to(contributions(Fault.W_SCALE_FLAT_INDEX, inputs_of(start), evaluate).sum(1), Format.FP16)
+@pytest.mark.parametrize(
+    "second",
+    [
+        Fault.BIAS_DROPPED,
+        Fault.W2_TAIL_K_DROPPED,
+        Fault.TOPK_SLOT_DROPPED,
+        Fault.STALE_ROW,
+        Fault.A1_A2_SWAPPED,
+        Fault.ROUTER_WEIGHT_DROPPED,
+        Fault.EXPERT_GAIN_1_008,
+        Fault.CHANNEL_GAIN_1_05,
+    ],
+)
+def test_a_second_fault_is_not_taken_for_one_that_overflows(second: Fault) -> None:
+    third, _, output = overflown()
+    both = with_all((Fault.W_SCALE_FLAT_INDEX, second), inputs_of(third.setting), evaluate).sum(1).half()
+    assert not torch.equal(both, output)
+    assert identify(third, both) == ""
+
+
+def overflown() -> tuple[Variant, Inputs, torch.Tensor]:
+    """A gate scale that the founding fault gives an expert whose results then overflow fp16; the faulty layer, and its output [M, H]."""
+    third = list(BUILDERS[Relation.GATE_SCALE](setting(OVERFLOWS, Entry.FUSED_EXPERTS)))[2]
+    faulty = changed(Fault.W_SCALE_FLAT_INDEX, inputs_of(third.setting))
+    return third, faulty, evaluate(faulty).sum(1).half()
+
+
+def a2_of(inputs: Inputs) -> ActQuant:
+    assert inputs.recipe.a2 is not None
+    return inputs.recipe.a2
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from references import bounds, products
 from references.activations import SIMPLE, function
-from references.bounds import Interval, exactly, router_weights, store, sum_over_slots, times
+from references.bounds import Interval, exactly, opened, router_weights, store, sum_over_slots, times
 from references.formats import limits, saturate, torch_dtype
 from references.products import Operand, lowest_bit, scaled
 from references.tests.one_matrix import matmul
@@ -260,6 +260,40 @@ def test_float32_activations_stay_inside_and_use_a_good_part_of_the_bound(activa
 def _gelu_tanh(v: torch.Tensor) -> torch.Tensor:
     inner = math.sqrt(2 / math.pi) * (v + 0.044715 * (v * v * v))
     return 0.5 * v * (1.0 + torch.tanh(inner))
+
+
+@pytest.mark.parametrize("activation", list(SIMPLE))
+def test_infinities_have_the_bounds_that_float32_gives_them(activation: Activation) -> None:
+    x = torch.tensor([torch.inf, -torch.inf])
+    evaluate = {
+        Activation.SILU: lambda v: v / (1.0 + torch.exp(-v)),
+        Activation.SILU_NO_MUL: lambda v: v / (1.0 + torch.exp(-v)),
+        Activation.RELU2_NO_MUL: lambda v: torch.relu(v).square(),
+        Activation.GELU_TANH: _gelu_tanh,
+        Activation.GELU_TANH_NO_MUL: _gelu_tanh,
+    }.get(activation, lambda v: v * 0.5 * (1.0 + torch.erf(v * math.sqrt(0.5))))
+    interval = bounds.activation_interval(activation, exactly(x.double()))
+    for end in (interval.low, interval.high):
+        assert torch.equal(end.nan_to_num(0.5, torch.inf), evaluate(x).double().nan_to_num(0.5, torch.inf))
+
+
+def test_a_silu_that_may_be_that_of_minus_infinity_has_no_bound() -> None:
+    x = Interval(torch.tensor([-torch.inf, -300.0]).double(), torch.tensor([-200.0, -200.0]).double())
+    interval = bounds.activation_interval(Activation.SILU, x)
+    assert torch.isnan(interval.low).tolist() == [True, False]
+    assert interval.high[1] == 0
+
+
+def test_nan_of_known_numbers_is_nan_and_of_others_anything() -> None:
+    inf, zero = (torch.full((3,), value, dtype=torch.float64) for value in (torch.inf, 0.0))
+    gate = Interval(torch.tensor([torch.inf, 1.0, 1.0]).double(), torch.tensor([torch.inf, torch.inf, 2.0]).double())
+    known = opened(times(gate, exactly(zero)), gate, exactly(zero))
+    assert torch.isnan(known.low).tolist() == torch.isnan(known.high).tolist() == [True, False, False]
+    assert known.low[1:].tolist() == [-torch.inf, 0.0]
+    assert known.high[1:].tolist() == [torch.inf, 0.0]
+    assert torch.equal(opened(times(exactly(inf), exactly(zero))).high, inf)
+    silu = bounds.activation_interval(Activation.SILU, exactly(-inf))
+    assert torch.isnan(opened(times(silu, exactly(inf)), exactly(-inf), silu, exactly(inf)).low).all()
 
 
 def test_a_sigmoid_in_half_precision_is_outside() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from references import bounds
 from references.bounds import Interval, exactly, quantize
 from references.formats import limits, saturate, torch_dtype
-from references.quantize import Quantized, quantize_weights, requantize_to_max
+from references.quantize import Quantized, quantize_activations, quantize_weights, requantize_to_max
 from references.tests.test_bounds import SEEDS, generator, holds
 from references.vocabulary import ActQuant, Format, Layout, Quotient, Rounding, WeightQuant
 
@@ -117,6 +117,17 @@ def test_a_tie_under_another_scale_takes_both_codes() -> None:
     codes, _ = quantize(exactly(scale * torch.tensor([[10.5, 10.25]], dtype=torch.float64)), static, scale)
     assert codes.low.tolist() == [[10.0, 10.0]]
     assert codes.high.tolist() == [[11.0, 10.0]]
+
+
+def test_nan_takes_the_code_that_the_recipe_says_and_what_has_no_bound_any() -> None:
+    scale, nan = torch.tensor([[2.0]]).double(), torch.nan
+    x = Interval(torch.tensor([[nan, -torch.inf, 3.0]]).double(), torch.tensor([[nan, torch.inf, 3.0]]).double())
+    how = ActQuant(format=Format.E4M3FN, layout=Layout.TENSOR, dynamic=False, of_nan=448.0)
+    codes, _ = quantize(x, how, scale)
+    assert codes.low.tolist() == [[448.0, -448.0, 1.5]]
+    assert codes.high.tolist() == [[448.0, 448.0, 1.5]]
+    assert quantize_activations(x.low, how, scale).codes.tolist() == codes.low.tolist()
+    assert torch.isnan(quantize(x, replace(how, of_nan=None), scale)[0].low).tolist() == [[True, False, False]]
 
 
 @pytest.mark.parametrize("layout", [Layout.TENSOR, Layout.CHANNEL, Layout.BLOCK128])

@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cases.case import Entry, MoECase
+from harness.backends import Backend
+from harness.recipes import recipe
 from harness.subject.interpreter import ops_quant as q
+from references.formats import torch_dtype
 
 FP8 = torch.float8_e4m3fn
 
@@ -30,6 +34,17 @@ def test_static_int8_divides() -> None:
 def test_nan_becomes_zero_in_int8_and_the_largest_in_fp8() -> None:
     assert q.to_int8_rn(torch.tensor([float("nan")])).item() == 0
     assert q.to_e4m3_saturating(torch.tensor([float("nan"), float("inf"), -float("inf")])).float().tolist() == [448.0, 448.0, -448.0]
+
+
+@pytest.mark.parametrize("weight", ["int8", "e4m3fn"])
+def test_static_operators_make_of_nan_what_the_recipe_says(weight: str) -> None:
+    case = MoECase.from_id(f"{weight}-channel-static-quark-silu-fp16-e4k2m8h64i32-balanced")
+    how = recipe(case, Entry.FUSED_EXPERTS, Backend.INTERPRETER).a2
+    assert how is not None
+    out = torch.zeros(1, 1, dtype=torch_dtype(how.format))
+    operator = q.static_scaled_int8_quant if weight == "int8" else q.static_scaled_fp8_quant
+    operator(out, torch.tensor([[torch.nan]]), torch.tensor([0.25]))
+    assert out.double().item() == how.of_nan
 
 
 def test_a_scale_of_another_dtype_raises_as_on_a_gpu() -> None:
