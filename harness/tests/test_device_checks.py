@@ -69,6 +69,13 @@ def test_each_fault_fails_its_check_and_names_the_place(planted: Planted) -> Non
     assert "first at" in one.detail or "nothing moved" in one.detail
 
 
+@pytest.mark.parametrize(("planted", "did"), [(Planted.RUNS_ON_ANOTHER_STREAM, "run"), (Planted.LOADS_ON_ANOTHER_STREAM, "loaded")])
+def test_of_loading_and_running_on_a_stream_that_lags_only_the_one_that_broke_is_told(planted: Planted, did: str) -> None:
+    verdict = ask(DeviceCheck.LAGGING_STREAM, FakeDevice(planted))
+    assert verdict.detail.startswith(f"{did} on a stream that lags behind the host")
+    assert "\n" not in verdict.detail
+
+
 def test_only_its_own_check_fails_for_a_graph_that_holds_a_host_scalar() -> None:
     assert [check for check in NEAR if ask(check, FakeDevice(Planted.HOST_SCALAR)).outcome is not Outcome.PASS] == [
         DeviceCheck.REPLAYED_SCALES

@@ -14,9 +14,11 @@ def ring():
     node.itself = node
     return node
 
+dead = weakref.ref(ring())
 before = ring()
 assert pass_over_what_lives() > 1000
 assert len(gc.get_objects()) < 100, "a collection would look at these"
+assert dead() is None, "what does not live would be kept for good"
 later = ring()
 seen = {"before": weakref.ref(before), "later": weakref.ref(later)}
 del before, later

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from cases.bad_checkpoints import Bad
 from cases.case import Entry, Level, MoECase
 from cases.checkpoint import make_checkpoint
 from cases.memory import memory_cases
+from harness import load_oracles
 from harness.backends import Backend
-from harness.load_oracles import CLAIMS, Oracle
+from harness.load_oracles import CLAIMS, Finding, Oracle
 from harness.load_run import ask
 from harness.loading import Asked, Question, applies, questions
 from harness.pairs import select
 from harness.subject.fake_loading import FakeLoading, LoadFault, reads
-from harness.subject.loading import WatchedLoading
+from harness.subject.loading import Allocated, Loading, WatchedLoading
 from harness.verdict import Outcome, Verdict
 
 LANE = Backend.INTERPRETER
@@ -88,6 +92,38 @@ def test_full_size_temporaries_are_seen_and_outputs_are_not(case: MoECase) -> No
     assert (wasteful.outcome, wasteful.signature) == (Outcome.NOT_IDENTICAL, "PEAK:conversion")
     assert wasteful.margin is not None  # the ledger bounds it
     assert wasteful.margin > 1
+
+
+@pytest.mark.parametrize("requantized", [False, True])
+def test_what_one_expert_and_all_scales_take_is_allowed_to_the_byte(requantized: bool) -> None:
+    """Of 256 x 256 weights, the larger matrix: in bf16, fp32 and codes of up to four bytes; and 16 x (256 + 256) scales in fp32, twice."""
+    case = MoECase.from_id("e4m3fn-channel-dyntoken-online-silu-bf16-e16k1m3h256i128-balanced")
+    allowed = 7777 + 256 * 256 * (2 + 4 + 4 + 8 * requantized) + 2 * 4 * 16 * 512
+    honest = FakeLoading(LANE).watch_loading(case, make_checkpoint(case))
+
+    def found(taken: int) -> list[Finding]:
+        seen = replace(honest, allocated=Allocated(peak=taken, kept=7777, largest=0))
+        return list(load_oracles.peak(case, seen, requantized=requantized))
+
+    assert found(allowed) == []
+    (over,) = found(allowed + 1)
+    assert over.over == (allowed + 1) / allowed
+    assert f"{allowed + 1} bytes at the peak, of which 7777 stay" in over.text
+
+
+@pytest.mark.parametrize(("backend", "outcome"), [(Backend.TRITON, Outcome.PASS), (LANE, Outcome.NOT_IDENTICAL)])
+def test_memory_of_the_first_loading_counts_where_nothing_is_compiled_in_it(backend: Backend, outcome: Outcome) -> None:
+    class CompilesAtFirst(FakeLoading):
+        loadings = 0
+
+        def watch_loading(self, *args: Any, **kwargs: Any) -> Loading:
+            seen = super().watch_loading(*args, **kwargs)
+            assert seen.allocated is not None
+            self.loadings += 1
+            return seen if self.loadings > 1 else replace(seen, allocated=replace(seen.allocated, peak=2**30))
+
+    layer = select(Level.SMOKE, [memory_cases()[0].id], Entry.LAYER)[0]
+    assert ask(Question.MEMORY, layer, backend, CompilesAtFirst(backend)).verdict.outcome is outcome
 
 
 @pytest.mark.parametrize(("fault", "text", "signature"), CAUGHT, ids=lambda value: getattr(value, "name", value))

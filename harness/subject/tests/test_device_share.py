@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import numpy
 import pytest
 import torch
 
@@ -32,17 +33,32 @@ def test_alone_a_process_has_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
     device.share_memory()  # sets no fraction: that would start CUDA
 
 
-@pytest.mark.parametrize(("reserved", "given_back"), [(5 * GIB, ["collected", "emptied"]), (GIB // 2, [])])
+@pytest.mark.parametrize(
+    ("reserved", "given_back"), [(5 * GIB, ["collected", "emptied"]), (3 * GIB // 2, ["collected", "emptied"]), (GIB // 2, [])]
+)
 def test_only_much_memory_is_given_back_after_a_failure(monkeypatch: pytest.MonkeyPatch, reserved: int, given_back: list[str]) -> None:
     seen: list[str] = []
     arange = torch.arange
-    monkeypatch.setattr(torch, "arange", lambda end, device: arange(end))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def asked(end: int, device: str) -> torch.Tensor:
+        seen.append(f"asked on {device}")
+        return arange(end)
+
+    monkeypatch.setattr(torch, "arange", asked)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append("waited"))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: reserved)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append("emptied"))
     monkeypatch.setattr(gc, "collect", lambda: seen.append("collected"))
     assert device.recover() is None
-    assert seen == given_back
+    assert seen == ["waited", *given_back, "asked on cuda", "waited"]
+
+
+def test_what_a_lost_device_raises_is_told_verbatim(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost() -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    assert device.recover() == "RuntimeError: CUDA error: device-side assert triggered"
 
 
 def test_a_device_that_adds_wrongly_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,18 +71,41 @@ def test_a_device_that_adds_wrongly_is_lost(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_was_asked_for_is_counted_not_the_blocks_of_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen on an H200: a block of the large pool held 655 360 bytes more than were asked for."""
     layer = torch.nn.Linear(4, 4)
-    stats = {"requested_bytes.all.current": 100, "requested_bytes.all.peak": 100, "allocated_bytes.all.peak": 2**20}
+    stats = {"requested_bytes.all.current": 100, "requested_bytes.all.peak": 5000, "allocated_bytes.all.peak": 2**20}
+    steps: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: steps.append("waited"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: stats.update({"requested_bytes.all.peak": 100}))
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: steps.append("counted") or dict(stats))
+    monkeypatch.setattr(gc, "collect", lambda: steps.append("collected"))
+    seen = watch_loading.Watched()
+
+    def process(layer: torch.nn.Module) -> str:
+        steps.append("processed")
+        layer.weight = torch.nn.Parameter(torch.zeros(8, 4))
+        stats["requested_bytes.all.peak"] = 100 + 128 + 64
+        return "what it returns"
+
+    assert watch_loading._counted_on_cuda(process, layer, seen) == "what it returns"
+    assert seen.allocated == Allocated(peak=192, kept=128, largest=0)
+    assert steps == ["collected", "waited", "counted", "processed", "waited", "counted"]
+
+
+def test_a_new_tensor_where_an_old_one_lay_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = numpy.zeros(16, numpy.float32)
+    layer = torch.nn.Module()
+    layer.weight, layer.kept = (torch.nn.Parameter(torch.from_numpy(each)) for each in (memory, numpy.zeros(4, numpy.float32)))
+    stats = {"requested_bytes.all.current": 0, "requested_bytes.all.peak": 64}
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: dict(stats))
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     seen = watch_loading.Watched()
 
     def process(layer: torch.nn.Module) -> None:
-        layer.weight = torch.nn.Parameter(torch.zeros(8, 4))
-        stats["requested_bytes.all.peak"] = 100 + 128 + 64
+        del layer.weight
+        layer.weight = torch.nn.Parameter(torch.from_numpy(memory))
 
     watch_loading._counted_on_cuda(process, layer, seen)
-    assert seen.allocated == Allocated(peak=192, kept=128, largest=0)
+    assert seen.allocated == Allocated(peak=64, kept=memory.nbytes, largest=0)
 
 
 def test_every_free_block_is_asked_for_whole_and_largest_first() -> None:
