@@ -56,6 +56,7 @@ class Device:
         if self.current().waits >= self.broken_from:
             self.broke.set()
             raise RuntimeError("CUDA error: launch failed")
+        time.sleep(0.01)  # long enough that who does not wait for it comes first
         self.cycles.add(cycles)
         self.current().waits += 1
 
