@@ -112,24 +112,39 @@ class Record(Start):
         verdict = dict(data.pop("verdict"))
         _typed(Verdict, verdict)
         _placed(verdict.get("worst", {}))
-        fits = tuple(FaultFit(**{**fit, "experts": tuple(fit["experts"])}) for fit in verdict.pop("fits"))
+        fits = tuple(_fit(dict(each)) for each in verdict.pop("fits"))
         outcome = Outcome(verdict.pop("outcome"))
         return cls(verdict=Verdict(outcome=outcome, fits=fits, **verdict), status=Status(data.pop("status")), **data)
+
+
+def _fit(given: dict[str, Any]) -> FaultFit:
+    _typed(FaultFit, given)
+    return FaultFit(**{**given, "experts": tuple(given["experts"])})
 
 
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "str": ((str,), "a string"),
     "int": ((int,), "a number"),
+    "float": ((int, float), "a number"),
     "float | None": ((int, float, type(None)), "a number"),
 }
+_OBJECT = "dict[str, "
 
 
 def _typed(cls: type, data: dict[str, Any]) -> None:
     """Raises TypeError where a plain field of dataclass ``cls`` has a value of another type; absent ones are not asked."""
     for each in fields(cls):
-        kinds, word = ((dict,), "an object") if str(each.type).startswith("dict") else _TYPES.get(str(each.type), ((object,), ""))
-        if each.name in data and not isinstance(value := data[each.name], kinds):
-            raise TypeError(f"'{each.name}' is {value!r}, not {word}")
+        if each.name in data:
+            _is(f"'{each.name}'", data[each.name], str(each.type))
+
+
+def _is(what: str, value: object, kind: str) -> None:
+    kinds, word = ((dict,), "an object") if kind.startswith(_OBJECT) else _TYPES.get(kind, ((object,), ""))
+    if not isinstance(value, kinds):
+        raise TypeError(f"{what} is {value!r}, not {word}")
+    if isinstance(value, dict) and kind.startswith(_OBJECT):
+        for name, each in value.items():
+            _is(f"'{name}' in {what}", each, kind.removeprefix(_OBJECT).removesuffix("]"))
 
 
 def _placed(worst: dict[str, Any]) -> None:
@@ -242,6 +257,7 @@ def read_worker(path: Path) -> WorkerStory:
                     case {"opened": {"seconds": float(seconds)}}:
                         open_seconds = seconds
                     case {"started": dict(given)}:
+                        _typed(Start, given)
                         start, stage = Start(**given), FIRST_STAGE
                     case {"stage": str(name)}:
                         stage = name

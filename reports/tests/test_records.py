@@ -58,6 +58,9 @@ def test_any_text_stays_on_its_line_and_comes_back(text: str, tmp_path: Path) ->
     ("change", "says"),
     [
         ({"environment": 3}, "'environment' is 3, not an object"),
+        ({"environment": {"torch": "2.14.0", "vllm": None}}, "'vllm' in 'environment' is None, not a string"),
+        ({"environment": {"gpus": ["NVIDIA H200"]}}, "'gpus' in 'environment' is ['NVIDIA H200'], not a string"),
+        ({"seconds": {"load": "0.5"}}, "'load' in 'seconds' is '0.5', not a number"),
         ({"fields": "x"}, "'fields' is 'x', not an object"),
         ({"ran": []}, "'ran' is [], not an object"),
         ({"case": 3}, "'case' is 3, not a string"),
@@ -76,6 +79,8 @@ def test_a_field_of_another_type_is_not_a_record(change: dict[str, object], says
         ({"signature": None}, "'signature' is None, not a string"),
         ({"margin": "NaN"}, "'margin' is 'NaN', not a number"),
         ({"gains": []}, "'gains' is [], not an object"),
+        ({"fits": [{"fault": "A", "experts": [1], "residual": "0"}]}, "'residual' is '0', not a number"),
+        ({"fits": [{"fault": None, "experts": [1], "residual": 0.5}]}, "'fault' is None, not a string"),
         ({"worst": {"index": [1], "actual": 2.0}}, "'worst' is {'index': [1], 'actual': 2.0}, not an element with its index and value"),
         ({"worst": {"index": [1, 2], "actual": None}}, "'worst' is {'index': [1, 2], 'actual': None}, not an element"),
     ],
@@ -85,6 +90,16 @@ def test_a_verdict_of_other_types_is_not_a_record(change: dict[str, object], say
     (tmp_path / "records.jsonl").write_text(json.dumps(data | {"verdict": data["verdict"] | change}) + "\n")
     with pytest.raises(RecordsUnreadable, match=re.escape(f"records.jsonl:1: not a record ({says}")):
         read(tmp_path / "records.jsonl")
+
+
+def test_a_pair_that_was_begun_with_other_types_is_not_a_record(tmp_path: Path) -> None:
+    """A worker that was killed leaves no more of it than this."""
+    started = dataclasses.asdict(START) | {"environment": {"vllm": 33}}
+    (tmp_path / "worker-gw0.jsonl").write_text(json.dumps({"started": started}) + "\n")
+    with pytest.raises(
+        RecordsUnreadable, match=re.escape("worker-gw0.jsonl:1: not a record ('vllm' in 'environment' is 33, not a string)")
+    ):
+        read_run(tmp_path)
 
 
 def test_bytes_that_are_no_text_are_told_by_file_and_line(tmp_path: Path) -> None:
