@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import subprocess
 import sys
@@ -22,7 +24,7 @@ from harness.suite import order, outputs, resume
 from harness.suite.options import Options, parse_run
 from harness.tests.test_run import pytest_run
 from harness.verdict import Outcome, Verdict
-from reports.records import Record, Recorder, Start, Status, merge, read, read_run, read_worker, worker_file
+from reports.records import Record, Recorder, RecordsUnwritable, Start, Status, merge, read, read_run, read_worker, worker_file
 
 FUSED = [pair for pair in select(Level.SMOKE) if pair.entry is Entry.FUSED_EXPERTS]
 PASSED = Verdict(outcome=Outcome.PASS, claim="inside the bound", margin=0.25)
@@ -140,6 +142,42 @@ def test_records_of_the_same_are_continued_whatever_the_commit(
     assert "records of harness commit then, and this is now; `python -m harness.rejudge " in resume.other_commits(options)
     monkeypatch.setattr(resume, "commit", lambda: "then")
     assert resume.other_commits(options) == ""
+
+
+@pytest.mark.parametrize("half", [b'{"started": {"ca', b'{"stage": "lo', b'{"finished": {', b'{"opened": {"subj', b"{", b""])
+def test_a_worker_may_be_killed_in_any_of_its_lines(ended: Path, half: bytes) -> None:
+    path = worker_file(ended, "gw0")
+    whole = path.read_bytes().split(b'{"started"')
+    path.write_bytes(b'{"started"'.join(whole[:3]) + half)
+    assert resume.recorded(_options(ended)) == {FUSED[0].id, FUSED[1].id, FUSED[3].id}
+    assert path.read_bytes() == b'{"started"'.join(whole[:3])
+
+
+def test_a_file_that_cannot_be_read_or_cut_is_told(ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "truncate", full)
+    with pytest.raises(RecordsUnwritable, match=r"worker-gw0.jsonl cannot be written \(No space left on device\)"):
+        resume.recorded(_options(ended))
+    worker_file(ended, "zz").mkdir()
+    with pytest.raises(Misuse, match=r"worker-zz.jsonl', so the run is not continued: take that file away"):
+        resume.recorded(_options(ended))
+
+
+def test_every_record_must_be_of_what_runs_now(ended: Path) -> None:
+    recorder = Recorder(ended, "gw9")
+    recorder.finished(Record.of(_start(FUSED[6], "gw9", {"subject": "fake with W_SCALE_SKIPPED"}), verdict=PASSED, status=Status.CLEAN))
+    recorder.close()
+    with pytest.raises(Misuse, match="was of subject 'fake:W_SCALE_SKIPPED', not 'fake'"):
+        resume.recorded(_options(ended))
+
+
+def test_named_cases_have_no_level(tmp_path: Path) -> None:
+    begun = replace(_options(tmp_path / "20261130-120000-triton-smoke-77"), level=Level.NIGHTLY)
+    assert "began at level smoke and goes on at nightly" in resume.other_level(begun)
+    assert resume.other_level(replace(begun, cases=(FUSED[0].case.id,))) == ""
+    assert resume.other_level(replace(begun, resume=None)) == ""
 
 
 @pytest.mark.parametrize("foreign", [b"a log\nof something\n", b"\x00\xff\x7fELF", b'{"a": 1}\n{"b": 2}', b'{"opened": 3}\n{"sta', b"[1"])
