@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import inf
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from references import products
+from references import enclosure, products
 from references.accumulators import FP8_FRACTION_BITS, FP8_STEP, tf32
 from references.bounds import Interval, exactly
 from references.formats import saturate, torch_dtype
@@ -225,6 +228,39 @@ def test_slices_that_cancel_keep_the_errors_of_both_their_roundings() -> None:
     assert holds(interval, found)
     exact = (a @ w.T) * scale
     assert float((found - exact).abs().max()) > 0.5  # more than one rounding of each slice, to halves, can do
+
+
+def of_blocks(each: float, blocks: int, how: Recipe, bias: float = 0.0) -> tuple[Interval, float]:
+    """Bounds of ``blocks`` blocks whose products add up to ``each``, a product of two fp16 numbers; and what a machine gives."""
+    a, w = (torch.zeros(1, 128 * blocks, dtype=torch.float64) for _ in range(2))
+    a[0, ::128], w[0, ::128] = 2.0**-12, each * 2.0**12
+    one, added = torch.ones(1, dtype=torch.float64), torch.full((1,), bias, dtype=torch.float64)
+    matrix = Matrix(codes=w, low=w, high=w, format=Format.FP16, scale=one[:, None], bias=added)
+    rows = operand(exactly(a), Format.FP16, how.accumulator)
+    divided = slices(rows, operand(exactly(w), Format.FP16, how.accumulator))
+    assert divided is not None
+    interval = finished_in_slices(gemm(rows, matrix, how.accumulator), divided, matrix, matrix, how)
+    return interval, in_slices(a, w, one, added, how, [128 * k for k in range(1, blocks)]).double().item()
+
+
+def test_slices_below_the_smallest_number_are_all_lost() -> None:
+    how, little = recipe(Format.FP16, Epilogue.BIAS_STORED), (1.0 - 2.0**-6) * 2.0**-25
+    interval, found = of_blocks(little, 4, how)
+    assert found == 0
+    assert interval.low.item() <= 0
+    assert of_blocks(4 * little, 4, replace(how, stored_share=0.25))[0].low.item() <= 0  # a quarter of each is as little
+
+
+@pytest.mark.parametrize("blocks", [2, 6])
+def test_slices_are_lost_beside_the_bias_that_the_first_begins_with(blocks: int) -> None:
+    interval, found = of_blocks(0.25 - 2.0**-10, blocks, recipe(Format.FP16, Epilogue.BIAS_STORED), bias=513.0)
+    assert found == 513
+    assert interval.low.item() <= 513
+
+
+def test_what_is_made_whole_after_it_was_stored_may_overflow() -> None:
+    how = replace(recipe(Format.FP16, Epilogue.BIAS_STORED), stored_share=0.25)
+    assert enclosure._results(exactly(torch.tensor([100000.0, -100000.0, 3.0]).double()), how).low.tolist() == [inf, -inf, 3.0]
 
 
 def test_up_to_128_columns_are_one_block() -> None:

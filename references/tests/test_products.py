@@ -61,3 +61,12 @@ def test_an_accumulator_that_truncates_loses_nearly_a_unit_with_each_addend() ->
     little = (1.0 - 2.0**-8) * UNIT  # a bf16 number
     found = summed(exactly(row(256.0, *[little] * TERMS)), Format.BF16, Accumulator.TENSOR_CORE)
     assert found.low.item() <= 256.0
+
+
+def test_of_two_scales_the_first_product_rounds_only_where_neither_is_a_power_of_two() -> None:
+    x = exactly(row(3.0, 5.0, 2.0**23 + 1.0))
+    for a_scale, w_scale in ((1.3, 2.0), (0.25, 1.3)):
+        found = products.scaled(x, exactly(row(a_scale)), row(w_scale, w_scale, w_scale))
+        once = products.scaled(exactly(x.low * w_scale if a_scale == 1.3 else x.low * a_scale), exactly(row(1.3)), None)
+        assert torch.equal(found.low, once.low)
+        assert torch.equal(found.high, once.high)
