@@ -26,6 +26,7 @@ from references.answer import answer_of
 from references.formats import round_to, torch_dtype
 from references.loading import load
 from references.moe import Answer
+from references.vocabulary import RouterWeight
 
 FUSED, LAYER = Entry.FUSED_EXPERTS, Entry.LAYER
 INTERPRETER, MARLIN, CUTLASS, EMULATION = Backend.INTERPRETER, Backend.MARLIN, Backend.CUTLASS, Backend.EMULATION
@@ -35,6 +36,8 @@ GPTQ = MoECase.from_id("int4-group32-none-gptq-silu-bf16-e5k3m3h192i96-balanced"
 AWQ = MoECase.from_id("uint4-group64-none-awq-silu-bf16-e4k2m8h128i64-balanced-bias")
 THREE = MoECase.from_id("uint4-group128-none-awq-gelu_tanh-fp16-e3k1m129h128i256-balanced-bias-norenorm-onin")
 ON_INPUT = MoECase.from_id("e4m3fn-channel-dyntoken-ct-silu-bf16-e4k1m17h64i32-balanced-bias-norenorm-onin")
+W4A8 = MoECase.from_id("int4-group128-dyntoken-ct-gelu_tanh-bf16-e4k1m17h256i256-balanced-norenorm-onin")
+GPT_OSS = MoECase.from_id("e2m1-group32-none-gptoss-swigluoai-bf16-e4k1m17h64i32-balanced-norenorm-onin")
 VLLM = "0.33.0"
 """Of the ledger's entries."""
 
@@ -100,6 +103,7 @@ KNOWN = [
     ),
     (ON_INPUT, LAYER, MARLIN, (Fault.BIAS_DROPPED, Fault.ROUTER_WEIGHT_TWICE_ON_INPUT)),
     (ON_INPUT, LAYER, CUTLASS, (Fault.BIAS_DROPPED, Fault.ROUTER_WEIGHT_TWICE)),
+    (W4A8, LAYER, CUTLASS, (Fault.ROUTER_WEIGHT_TWICE,)),
 ]
 
 
@@ -194,11 +198,47 @@ def test_where_no_lane_weights_twice_there_is_no_interval(backend: Backend, faul
     )
 
 
-def test_a_fault_without_an_interval_may_still_be_named_by_what_it_leaves() -> None:
-    pair = Pair(FLAT, FUSED)
-    given = contributions(Fault.TOPK_SLOT_DROPPED, pair.inputs(), evaluate)
-    assert pair.judged(pair.stored(given)).signature == "TOPK_SLOT_DROPPED"
-    assert pair.judged(pair.stored(pair.second(given, 1 / 50))).signature == "TOPK_SLOT_DROPPED"
+@pytest.mark.parametrize(
+    ("case", "backend", "fault", "place"),
+    [
+        (ON_INPUT, MARLIN, Fault.ROUTER_WEIGHT_TWICE_ON_INPUT, RouterWeight.FIRST_STORED),
+        (ON_INPUT, CUTLASS, Fault.ROUTER_WEIGHT_TWICE, RouterWeight.SUM),
+        (W4A8, CUTLASS, Fault.ROUTER_WEIGHT_TWICE, RouterWeight.SUM),
+        (GPT_OSS, Backend.TRITON, Fault.ROUTER_WEIGHT_TWICE, RouterWeight.GEMM2),
+        (GPT_OSS, Backend.TRITON_UNFUSED, Fault.ROUTER_WEIGHT_TWICE_ON_INPUT, RouterWeight.GEMM1),
+    ],
+)
+def test_lanes_weight_again_where_their_sources_do(case: MoECase, backend: Backend, fault: Fault, place: RouterWeight) -> None:
+    pair = Pair(case, LAYER, backend)
+    assert changed(fault, pair.inputs()).recipe.router_weight_again is place
+    assert pair.judged(pair.stored(pair.numbers(fault))).signature == fault.name
+
+
+TOKENS = MoECase.from_id("int8-channel-dyntoken-quark-gelu-bf16-e4k2m8h128i64-balanced-bias-norenorm")
+
+
+@pytest.mark.parametrize(
+    ("case", "fault", "name"),
+    [
+        (FLAT, Fault.TOPK_SLOT_DROPPED, "TOPK_SLOT_DROPPED"),
+        (FLAT, Fault.A2_SCALE_NOT_APPLIED, "A2_SCALE_NOT_APPLIED@all"),
+        (FLAT, Fault.A2_SCALE_APPLIED_TWICE, "A2_SCALE_APPLIED_TWICE@all"),
+        (TOKENS, Fault.A1_SCALE_NOT_APPLIED, "A1_SCALE_NOT_APPLIED"),
+        (TOKENS, Fault.A1_SCALE_APPLIED_TWICE, "A1_SCALE_APPLIED_TWICE"),
+        (TOKENS, Fault.A_SCALE_OF_TOKEN_ZERO, "A_SCALE_OF_TOKEN_ZERO"),
+        (TOKENS, Fault.W13_SCALE_APPLIED_TWICE, "W13_SCALE_APPLIED_TWICE@all"),
+        (TOKENS, Fault.W2_SCALE_APPLIED_TWICE, "W2_SCALE_APPLIED_TWICE@all"),
+        (TOKENS, Fault.W13_INVERSE_SCALE, "W13_INVERSE_SCALE@all"),
+        (TOKENS, Fault.W2_INVERSE_SCALE, "W2_INVERSE_SCALE@all"),
+        (TOKENS, Fault.UP_PLUS_ONE, "UP_PLUS_ONE@all"),
+        (TOKENS, Fault.ACTIVATIONS_NOT_QUANTIZED, "ACTIVATIONS_NOT_QUANTIZED"),
+    ],
+)
+def test_a_fault_without_an_interval_may_still_be_named_by_what_it_leaves(case: MoECase, fault: Fault, name: str) -> None:
+    pair = Pair(case, FUSED)
+    given = contributions(fault, pair.inputs(), evaluate)
+    assert pair.judged(pair.stored(given)).signature == name
+    assert pair.judged(pair.stored(pair.second(given, 1 / 50))).signature == name
 
 
 def test_a_fault_without_an_interval_names_nothing_where_one_with_an_interval_comes_near() -> None:

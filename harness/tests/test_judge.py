@@ -77,6 +77,7 @@ def test_what_no_fault_explains_is_said_so() -> None:
     wrong = ran(Fault.W_SCALE_FLAT_INDEX)[0].float()
     spread = (wrong - actual.float()).square().mean().sqrt() / 2.0  # half as large as the fault itself
     assert verdict_of((wrong + noise * spread).half(), answer).signature == "UNEXPLAINED~W_SCALE_FLAT_INDEX"
+    assert verdict_of((wrong + noise * 4.0 * spread).half(), answer).signature == "UNEXPLAINED"  # twice as large hides it
     assert verdict.worst["actual"] != verdict.worst["expected"]
 
 
@@ -121,7 +122,7 @@ MISMATCH  int8-x[layer]  backend=interpreter
   pattern  every bad token is routed to expert 3
   gain     expert 3: 1.25 ± 0.001, honest within 0.006 of 1
   fits     STALE_ROW: the last token's row holds the first token's result (leaves 0.01 of the deviation); next UP_PLUS_ONE (0.5)
-  known as STALE_ROW
+  named    STALE_ROW
   env      vllm 0.33.0 · torch 2.14.0
   again    moediff run int8-x --entry layer"""
 
