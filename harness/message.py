@@ -27,7 +27,7 @@ def message(verdict: Verdict, *, pair: str, backend: str, environment: Mapping[s
     if verdict.fits:
         lines.append(_line("fits", _fits(verdict.fits)))
     if verdict.signature:
-        lines.append(_line("known as", verdict.signature))
+        lines.append(_line("named", verdict.signature))
     lines += [_line("detail", text) for text in verdict.detail.strip().splitlines()]
     told = " · ".join(f"{name} {environment[name]}" for name in _ENVIRONMENT if environment.get(name))
     told = told if environment.get("vllm") else " · ".join(filter(None, (environment.get("subject"), told)))

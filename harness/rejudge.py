@@ -166,7 +166,7 @@ def _rejudge(run: Path, into: Path) -> int:
     for before, after in zip(told, now, strict=True):
         _tell(before, after)
     new = sum(record.status is Status.NEW for record in now)
-    sys.stdout.write(f"{new} still new\n")
+    sys.stdout.write(f"{len(now)} records stand in {into} as of today: {new} still new\n")
     return new
 
 

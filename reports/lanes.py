@@ -63,8 +63,9 @@ class Run:
     suffix: dict[str, str]
 
     def lane(self, record: Record) -> str:
-        """``marlin``, or ``marlin (20261130-120000-marlin-nightly-77)``."""
-        return f"{record.backend}{self.suffix[record.backend]}"
+        """``marlin``, or ``marlin (20261130-120000-marlin-nightly-77)``; of a fake, that it is one."""
+        subject = record.environment.get("subject", "")
+        return f"{record.backend}{self.suffix[record.backend]}{'' if subject.startswith('vllm') else f' ({subject})' if subject else ''}"
 
 
 def runs(directories: Iterable[Path]) -> list[Run]:
@@ -115,7 +116,7 @@ def row(run: Run) -> tuple[str, ...]:
         str(outcomes[Outcome.UNAVAILABLE]),
         str(sum(record.status is Status.NEW and not cut_off(record) for record in records)),
         str(sum(cut_off(record) for record in records)),
-        " ".join(f"{value:.2f}" for value in statistics.quantiles(margins)) if len(margins) > 1 else "",
+        " ".join(f"{value:.2f}" for value in statistics.quantiles(margins, method="inclusive")) if len(margins) > 1 else "",
         f"{statistics.median(sum(record.seconds.values()) for record in pairs):.2f} s" if pairs else "",
         f"{_total(pairs, 'load'):.0f} s",
         f"{compiled:.0f} s",
@@ -152,7 +153,7 @@ def faults(told: Iterable[Run]) -> list[str]:
     lines = []
     for entry, lanes in sorted(found.items()):
         seen = ", ".join(f"{lane} {count}" for lane, count in sorted(lanes.items()))
-        lines.append(f"| `{entry}` | {seen} | {first[entry].verdict.outcome} | `{first[entry].case}` ({first[entry].entry}) |")
+        lines.append(f"| `{entry}` | {seen} | {first[entry].verdict.outcome} | `{first[entry].pair}` |")
     return lines
 
 

@@ -223,6 +223,16 @@ def test_a_matrix_of_what_are_no_records_names_file_and_line(
     assert printed.err.count("\n") == 1
 
 
+def test_a_matrix_is_of_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    faked = replace(RECORD, environment={"subject": "fake with ZERO_OUTPUT"}, status=Status.NEW, news="it failed")
+    write(tmp_path / "1" / "records.jsonl", [faked])
+    out = ["--records", str(tmp_path.parent / "out")]
+    assert main(["matrix", str(tmp_path), *out]) == Exit.MISUSE
+    assert "holds records of a fake only; name the directory of a run of vLLM" in capsys.readouterr().err
+    write(tmp_path / "2" / "records.jsonl", [RECORD])
+    assert main(["matrix", str(tmp_path), *out]) == Exit.AS_THE_LEDGER_SAYS
+
+
 def test_a_matrix_of_several_runs_counts_what_was_recorded_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = replace(RECORD, backend="triton")
     again = replace(first, status=Status.NEW, news="it failed")
@@ -348,7 +358,10 @@ def test_a_case_named_twice_runs_once(tmp_path: Path) -> None:
 def test_run_with_an_expression_that_matches_nothing_is_misuse(tmp_path: Path) -> None:
     done = stubbed(tmp_path, "-k", "nothing_like_this", "--backend", "interpreter")
     assert done.returncode == Exit.MISUSE
-    assert done.stderr == "moediff: no pair matches -k 'nothing_like_this'; `moediff list --level smoke` prints the ids\n"
+    assert done.stderr == (
+        "moediff: no pair matches -k 'nothing_like_this'; `moediff list --level smoke` prints the ids, `moediff list --level smoke "
+        "--checks --backend interpreter` those of checks of loading and, on a GPU, of the device\n"
+    )
 
 
 def test_a_planted_fault_is_found_named_and_repeatable_without_vllm(tmp_path: Path) -> None:
@@ -361,7 +374,7 @@ def test_a_planted_fault_is_found_named_and_repeatable_without_vllm(tmp_path: Pa
     )
     assert honest.returncode == 0, honest.stdout
     assert faulty.returncode == 1
-    assert "known as W2_SCALE_OF_NEIGHBOUR_EXPERT" in faulty.stdout
+    assert "named    W2_SCALE_OF_NEIGHBOUR_EXPERT" in faulty.stdout
     assert f"again    moediff run {case} --entry fused_experts --backend interpreter --subject fake:W2_SCALE" in faulty.stdout
 
 

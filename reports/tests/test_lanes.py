@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,8 +76,23 @@ def test_what_is_new_cut_off_or_known_is_told(run: Path, capsys: pytest.CaptureF
     assert news(runs([run])) == new
     assert main([str(run)]) == 0
     printed = capsys.readouterr().out
-    assert f"| `an-entry` | marlin 1 | MISMATCH | `{CASE}` (layer) |" in printed
+    assert f"| `an-entry` | marlin 1 | MISMATCH | `{CASE}[layer]` |" in printed
     assert printed.endswith("\n".join(["New:", "", *new, ""]))
+
+
+def test_a_check_that_is_known_keeps_its_name_and_a_fake_is_called_one(run: Path) -> None:
+    (told,) = runs([run])
+    check = replace(told.records[-1], relation="loaded", status=Status.KNOWN, ledger="a-check", environment={"subject": "fake with X"})
+    assert f"| `a-check` | marlin (fake with X) 1 | NONDETERMINISTIC | `loaded:{CASE}[layer]` |" in faults([replace(told, records=[check])])
+    assert row(replace(told, records=[check]))[0] == "marlin (fake with X)"
+    assert row(replace(told, records=[replace(check, environment={"subject": "vllm 0.33.0 (cuda)"})]))[0] == "marlin"
+
+
+def test_quartiles_of_two_margins_lie_between_them(run: Path) -> None:
+    (told,) = runs([run])
+    passed = next(record for record in told.records if record.verdict.outcome is Outcome.PASS)
+    two = [replace(passed, verdict=replace(passed.verdict, margin=margin)) for margin in (0.25, 0.75)]
+    assert dict(zip(HEAD, row(replace(told, records=two)), strict=True))["margins: quartiles"] == "0.38 0.50 0.62"
 
 
 def test_runs_of_one_lane_are_told_apart_and_each_is_counted_once(run: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
