@@ -93,6 +93,31 @@ def test_no_element_of_a_fault_that_overflows_hides_another() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "fault", "name"),
+    [
+        (
+            "e4m3fn-channel-dyntoken-ct-silu_no_mul-fp32-e8k4m33h64i32-balanced-lattice",
+            Fault.W_SCALE_FLAT_INDEX,
+            "W_SCALE_FLAT_INDEX@all",
+        ),
+        ("fp32-none-none-plain-gelu-fp32-e4k1m3h64i32-balanced-lattice", Fault.W13_TAIL_K_DROPPED, "W13_TAIL_K_DROPPED@all"),
+    ],
+)
+def test_a_fault_that_leaves_the_lattice_is_named_inside_its_interval_and_only_there(text: str, fault: Fault, name: str) -> None:
+    variant = Variant(change="", setting=setting(text, Entry.FUSED_EXPERTS))
+    faulty = changed(fault, inputs_of(variant.setting))
+    answer = answer_of(faulty.loaded, faulty.hidden_states, faulty.routing, faulty.activation, faulty.recipe)
+    low, high = answer.low.float(), answer.high.float()
+    assert int((low < high).sum()) > low.numel() // 2
+    assert [identify(variant, end) for end in (low, high)] == [name, name]
+    row, column = divmod(int((high - low).argmax()), low.shape[1])
+    for end, away in ((low, -torch.inf), (high, torch.inf)):
+        moved = end.clone()
+        moved[row, column] = torch.nextafter(torch.nextafter(end[row, column], torch.tensor(away)), torch.tensor(away))
+        assert identify(variant, moved) == ""
+
+
+@pytest.mark.parametrize(
     "second",
     [
         Fault.BIAS_DROPPED,

@@ -11,7 +11,7 @@ from cases.case import Entry, Level, MoECase, Origin
 from cases.checkpoint import Checkpoint
 from cases.lattice_pairs import lattice_pairs
 from harness.backends import Backend
-from harness.exact import BUILDERS, STRIDES_IGNORED, Drive, evaluate, verdict
+from harness.exact import BUILDERS, STRIDES_IGNORED, Drive, evaluate, identify, verdict
 from harness.expected import experts
 from harness.flat import memory_scales
 from harness.inject import Inputs
@@ -126,6 +126,15 @@ def test_strides_that_are_ignored_are_found_and_named() -> None:
     assert any("w2_scale handed over as [E, 1], every second element of a buffer" in line for line in changes)
     assert not any("[E, 1], contiguous" in line or "expanded along N" in line for line in changes)
     assert not any("a1_scale" in line for line in changes)
+
+
+def test_strides_that_are_ignored_with_a_second_fault_are_not_named() -> None:
+    start, drive = setting(TENSOR), Drive(IgnoresStrides())
+    variant = next(each for each in BUILDERS[Relation.SCALE_VIEWS](start) if "every second element" in each.change)
+    output = drive.after(variant, start)
+    assert identify(variant, output) == STRIDES_IGNORED
+    output[0, 0] = 2 * output[0, 0] + 1
+    assert identify(variant, output) == ""
 
 
 def test_a_refusal_needs_a_reason() -> None:

@@ -8,6 +8,7 @@ import torch
 from cases.case import Entry, MoECase
 from harness.backends import Backend
 from harness.recipes import recipe
+from harness.subject import fake_kernel
 from harness.subject.interpreter import ops_quant as q
 from references.formats import torch_dtype
 
@@ -44,7 +45,8 @@ def test_static_operators_make_of_nan_what_the_recipe_says(weight: str) -> None:
     out = torch.zeros(1, 1, dtype=torch_dtype(how.format))
     operator = q.static_scaled_int8_quant if weight == "int8" else q.static_scaled_fp8_quant
     operator(out, torch.tensor([[torch.nan]]), torch.tensor([0.25]))
-    assert out.double().item() == how.of_nan
+    codes, _ = fake_kernel._quantize(torch.tensor([[torch.nan]]), how, torch.tensor([[0.25]]))
+    assert out.double().item() == codes.item() == how.of_nan
 
 
 def test_a_scale_of_another_dtype_raises_as_on_a_gpu() -> None:
