@@ -4,9 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from cases.bad_checkpoints import Bad
 from cases.case import Entry, Level
 from harness.backends import Backend
+from harness.device_checks import DeviceCheck
 from harness.ledger import Judged, Ledger, LedgerError, Standing, load, matches
+from harness.load_oracles import Oracle
+from harness.loading import Question
 from harness.suite.gather import ids
 from harness.verdict import Outcome, Verdict
 
@@ -177,3 +181,20 @@ def test_every_entry_of_ours_matches_a_pair_of_its_level() -> None:
         these = Ledger(issues=tuple(i for i in ledger.issues if i.level is level))
         for backend in {b for i in these.issues for b in i.backends}:
             assert these.unmatched(ids(level, backend), backend, "0.33.0") == ()
+
+
+def test_what_entries_of_ours_say_of_questions_and_checks_can_be_said() -> None:
+    checks, said = {check.value: {check.name} for check in DeviceCheck}, set[str]()
+    for issue in load().issues:
+        asked = {pattern.partition(":")[0] for pattern in issue.cases if ":" in pattern}
+        if issue.outcome is not Outcome.NOT_IDENTICAL:
+            continue
+        words = {part.partition(":")[0] for signature in issue.signature for part in signature.split("+")}
+        if asked & set(Question):
+            assert words <= set(Oracle.__members__), issue.id
+        elif asked & set(checks):
+            assert words <= set[str]().union(*(checks[each] for each in asked)), issue.id
+        elif asked & set(Bad):
+            assert words <= {"ACCEPTED", "UNNAMED", "WRONG"}, issue.id
+        said |= words if asked else set()
+    assert {"PEAK", "LAGGING_STREAM", "ACCEPTED"} <= said

@@ -104,6 +104,12 @@ def test_quarks_integers_with_static_scales_run_as_on_triton_wherever_they_are_a
     assert not any(otherwise(text, backend) for backend in (Backend.MARLIN, Backend.HUMMING, Backend.HUMMING_A8, Backend.CUTLASS))
 
 
+def test_what_is_not_quantized_runs_as_on_triton_whatever_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "sm90")
+    text = "bf16-none-none-plain-gelu-bf16-e4k2m8h384i128-balanced"
+    assert not any(otherwise(text, backend) for backend in (Backend.MARLIN, Backend.HUMMING, Backend.HUMMING_A8))
+
+
 def test_rows_packed_by_expert() -> None:
     stored = {"name": "triton-batched", "router_weight": RouterWeight.STORED, "router_weight_exact": True, "slots_store": HALF}
     assert otherwise(CHANNEL, Backend.BATCHED_TRITON, Entry.BATCHED) == stored
