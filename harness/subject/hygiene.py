@@ -52,13 +52,13 @@ def pristine() -> Iterator[None]:
         if torch.are_deterministic_algorithms_enabled() != deterministic:
             torch.use_deterministic_algorithms(deterministic)
         torch.random.set_rng_state(random_state)
-        _back_to(stream)
         if held != environment:
             os.environ.clear()
             os.environ.update({os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()})
         if os.getcwd() != directory:
             os.chdir(directory)
         sys.excepthook = excepthook  # torch.distributed installs one that prefixes every line with the rank
+        _back_to(stream)  # last: on a device that is lost it raises
 
 
 def _back_to(stream: torch.cuda.Stream | None) -> None:

@@ -152,7 +152,15 @@ def test_layers_are_released(subject: VllmSubject) -> None:
     assert layer() is None
 
 
-def test_everything_named_is_restored(tmp_path: Path) -> None:
+class Lost:
+    """A stream of a device that is lost."""
+
+    def wait_stream(self, other: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_everything_named_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
     def trash() -> None:
         torch.set_default_dtype(torch.float64)
         torch.set_default_device("meta")
@@ -168,6 +176,9 @@ def test_everything_named_is_restored(tmp_path: Path) -> None:
         return [*modes, torch.random.get_rng_state().tolist(), dict(os.environ), os.getcwd()]
 
     before = state()
-    with pytest.raises(ZeroDivisionError), pristine():
+    if lost:
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_stream", Lost)
+    with pytest.raises(RuntimeError if lost else ZeroDivisionError), pristine():
         trash()
     assert state() == before
