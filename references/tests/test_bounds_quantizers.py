@@ -174,3 +174,29 @@ def test_a_scale_that_underflows_in_fp16_is_outside() -> None:
     assert (got > low).any() or (got == 0).all()
     assert not torch.equal(got, after.codes)
     assert ((got < low) | (got > bounds.requantized_hull(before, after, Format.INT8)[1])).any()
+
+
+def test_a_scale_that_may_be_a_power_of_two_or_less_divides_inexactly() -> None:
+    three, scale = exactly(torch.tensor([[3.0]]).double()), Interval(torch.tensor([[0.7]]).double(), torch.tensor([[1.0]]).double())
+    ratio = bounds._any_quotient(three, scale)
+    assert ratio.high.item() > 3.0 / 0.7 * (1.0 + bounds.QUOTIENT / 2.0)
+    exact = bounds._any_quotient(three, exactly(torch.tensor([[0.5]]).double()))
+    assert exact.low.item() == exact.high.item() == 6.0
+
+
+def test_halves_are_merged_with_the_scale_of_eleven_bits_too() -> None:
+    """torch casts a zero-dimensional scale to the codes' fp16 on a GPU, before the product."""
+    codes, seen = torch.arange(-127.0, 128.0, dtype=torch.float64), 0
+    large = torch.tensor(0.0131, dtype=torch.float64)
+    for step in range(200):
+        small = torch.tensor(0.01 + step * 1e-5, dtype=torch.float64)
+        before = Quantized(codes=codes.reshape(1, -1), scale=small.reshape(1, 1), group_scale=small)
+        after, _ = requantize_to_max(before, Quantized(codes=before.codes, scale=large.reshape(1, 1), group_scale=large), Format.INT8)
+        low, high = bounds.requantized_hull(before, after, Format.INT8)
+        by_scale = [
+            saturate(each.double() / large, Format.INT8, Rounding.HALF_EVEN)
+            for each in (codes.half() * small.half(), (codes * small).half())
+        ]
+        assert bool(((low <= by_scale[0]) & (by_scale[0] <= high)).all())
+        seen += int((by_scale[0] != by_scale[1]).sum())
+    assert seen > 0
