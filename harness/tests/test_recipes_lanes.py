@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
+from cases.batch import make_batch
 from cases.case import Entry, MoECase
+from cases.checkpoint import make_checkpoint
 from harness.architectures import VARIABLE
 from harness.backends import Backend, declared_refusal
+from harness.expected import expected
 from harness.recipes import recipe
 from references.vocabulary import (
     Accumulator,
@@ -108,6 +111,16 @@ def test_what_is_not_quantized_runs_as_on_triton_whatever_is_asked(monkeypatch: 
     monkeypatch.setenv(VARIABLE, "sm90")
     text = "bf16-none-none-plain-gelu-bf16-e4k2m8h384i128-balanced"
     assert not any(otherwise(text, backend) for backend in (Backend.MARLIN, Backend.HUMMING, Backend.HUMMING_A8))
+
+
+def test_numbers_and_intervals_drop_the_same_bits_of_fp32_rows() -> None:
+    """Else the reference says that it disagrees with itself."""
+    case = MoECase.from_id("fp32-none-none-plain-gelu-fp32-e4k2m8h128i64-balanced")
+    how = of(case.id, Backend.TRITON)
+    assert how.accumulator is CORE
+    answer = expected(case, how, make_checkpoint(case), make_batch(case))
+    full = expected(case, replace(how, accumulator=Accumulator.FP32), make_checkpoint(case), make_batch(case))
+    assert not bool(((full.low <= answer.expected) & (answer.expected <= full.high)).all())
 
 
 def test_rows_packed_by_expert() -> None:
