@@ -34,9 +34,10 @@ def why_not(backend: Backend) -> Misuse | None:
     if not has_vllm():
         return Misuse("vLLM is not installed in this environment: `tox run -e interpreter` makes one that has it")
     if SPECS[backend].needs_gpu:
-        seen = "needs an NVIDIA GPU and none is visible"
+        these = ", ".join(SPECS[backend].architectures)
+        seen = f"needs an NVIDIA GPU ({these}) and none is visible"
         if not any(name.startswith("sm") for name in SPECS[backend].architectures):
-            seen = "needs a GPU that is not NVIDIA's, and this harness drives no other"
+            seen = f"needs a GPU that is not NVIDIA's ({these}), and this harness drives no other"
         if not visible_gpus():
             return Unavailable(f"backend '{backend}' {seen}: use --backend {Backend.INTERPRETER} on this machine")
         return _wrong_architecture(backend) or _missing_module(backend) or _missing_compiler(backend)

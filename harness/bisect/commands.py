@@ -38,7 +38,12 @@ from harness.exits import Misuse
 from harness.pairs import Pair, parse_entry, parse_level, select
 from harness.suite.options import parse_backend
 
-EPILOG = "exit codes, as `git bisect run` takes them: 0 good, 1 bad, 125 cannot tell, 128 misuse"
+_CODES = {
+    "compare": "0 nothing differs, 1 something differs, 125 cannot tell",
+    "bisect": "0 the culprit is named, 1 the ends do not span a change, 125 cannot tell",
+    "probe": "as `git bisect run` takes them: 0 good, 1 bad, 125 cannot tell",
+    "cache": "0 done",
+}
 SEARCHES = "searches"  # folder in the cache: the log and the last page of each search
 _MOST = 1e12  # GiB or days
 Subparsers = Any  # argparse gives its type no public name
@@ -93,7 +98,9 @@ def _amount(text: str) -> float:
 
 
 def _command(commands: Subparsers, name: str, what: str, handler: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
-    command: argparse.ArgumentParser = commands.add_parser(name, help=what, description=handler.__doc__, epilog=EPILOG)
+    command: argparse.ArgumentParser = commands.add_parser(
+        name, help=what, description=handler.__doc__, epilog=f"exit codes: {_CODES[name]}, 128 misuse"
+    )
 
     def refuse(message: str) -> NoReturn:
         raise StateError(f"{message}; see `{command.prog} --help`")

@@ -332,3 +332,10 @@ def test_cache_is_listed_bounded_and_cleared(checkout: Checkout, capsys: pytest.
     assert len(Cache(tmp_path / "cache").entries()) == 2
     assert main(["cache", "--clear"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"{tmp_path / 'cache'}: 0 trees, ")
+
+
+@pytest.mark.parametrize(("command", "means"), [("compare", "0 nothing differs"), ("bisect", "0 the culprit is named"), ("probe", "1 bad")])
+def test_help_says_what_the_exit_codes_of_that_command_mean(command: str, means: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert means in " ".join(capsys.readouterr().out.split())
