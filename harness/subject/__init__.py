@@ -99,7 +99,7 @@ class HasModes(Subject, Protocol):
         ...
 
     def lagging(self) -> AbstractContextManager[None]:
-        """While entered, a stream of its own is current, each operation on it waits a while, and its fresh memory is filled."""
+        """While entered, a stream of its own is current, with fresh memory filled, and lags behind the host."""
         ...
 
     def prepare(self, loaded: Loaded, batch: Batch, mode: Mode) -> Callable[[Batch], torch.Tensor]:

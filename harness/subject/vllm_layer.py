@@ -129,7 +129,7 @@ class VllmSubject:
         modes.poison(byte)
 
     def lagging(self) -> AbstractContextManager[None]:
-        """While entered, a stream of its own is current, each operation on it waits a while, and its fresh memory is filled."""
+        """While entered, a stream of its own is current, with fresh memory filled, and lags behind the host."""
         from harness.subject import modes
 
         return modes.lagging()
