@@ -80,9 +80,10 @@ def parse_case(text: str) -> MoECase:
 
 def parse_pair(text: str) -> tuple[MoECase, Entry | None]:
     """A case's id, or a pair's, ``case[entry]``, or ``relation:case[entry]``, as ``moediff list`` and records have it. Raises Misuse."""
-    case_id, bracket, door = text.rpartition(":")[2].removesuffix("]").partition("[")
+    text = text.rpartition(":")[2]
+    case_id, bracket, door = text.removesuffix("]").partition("[")
     if not bracket or not text.endswith("]"):
-        return parse_case(text.rpartition(":")[2]), None
+        return parse_case(text), None
     case, entry = parse_case(case_id), parse_entry(door)
     if not entry_takes(case, entry):
         raise Misuse(f"entry '{entry}' does not take this case; leave [{entry}] out to see through which it enters")

@@ -33,7 +33,6 @@ from harness.recipes import recipe
 from harness.refusals_architecture import declared
 from harness.suite import outputs
 from harness.suite.gather import gather
-from harness.suite.subjects import VLLM
 from harness.suite.worker import judged_by
 from harness.verdict import Outcome, Verdict
 from reports.records import KINDS, Record, Recorder, Status, cut_off, read_run, runs_below
@@ -67,7 +66,7 @@ def again(record: Record, run: Path, known: Ledger) -> Record:
         refusals = declared(pair.case, pair.entry, backend)
         verdict = next((judge.refused(each, verdict.detail) for each in refusals if each.matches(verdict.detail)), verdict)
     judged = judged_by(
-        known if record.environment.get("subject", VLLM).startswith(VLLM) else Ledger(issues=()),
+        Ledger(issues=()) if record.fake else known,
         verdict,
         record,
         here=record.environment.get("vllm", ""),

@@ -64,8 +64,7 @@ class Run:
 
     def lane(self, record: Record) -> str:
         """``marlin``, or ``marlin (20261130-120000-marlin-nightly-77)``; of a fake, that it is one."""
-        subject = record.environment.get("subject", "")
-        return f"{record.backend}{self.suffix[record.backend]}{'' if subject.startswith('vllm') else f' ({subject})' if subject else ''}"
+        return f"{record.backend}{self.suffix[record.backend]}" + (f" ({record.fake})" if record.fake else "")
 
 
 def runs(directories: Iterable[Path]) -> list[Run]:

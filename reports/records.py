@@ -73,6 +73,12 @@ class Start:
         """``case[entry]`` or ``relation:case[entry]``, the id pytest shows."""
         return f"{self.relation}:{self.case}[{self.entry}]" if self.relation else f"{self.case}[{self.entry}]"
 
+    @property
+    def fake(self) -> str:
+        """What the subject calls itself where it is a fake of the harness's own; "" of vLLM."""
+        subject = self.environment.get("subject", "")
+        return subject if subject.startswith("fake") else ""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record(Start):

@@ -39,8 +39,7 @@ def unreasoned(records: Iterable[Record]) -> dict[str, list[Record]]:
     """What was refused -> the records in which an error stands where vLLM's reason should: findings too. A fake says nothing of vLLM."""
     found: dict[str, list[Record]] = defaultdict(list)
     for record in records:
-        fake = record.environment.get("subject", "").startswith("fake")
-        if record.verdict.outcome is Outcome.UNSUPPORTED and record.verdict.signature == UNREASONED and not fake:
+        if record.verdict.outcome is Outcome.UNSUPPORTED and record.verdict.signature == UNREASONED and not record.fake:
             found[record.verdict.claim].append(record)
     return dict(sorted(found.items()))
 

@@ -89,7 +89,7 @@ def recorded(names: list[str], backends: list[Backend]) -> list[Record]:
     records = [record for run in runs for record in _recorded(run)]
     if not records:
         raise Misuse(f"{', '.join(names)} holds no records; name the directory of a run that compared something")
-    records = [record for record in records if not record.environment.get("subject", "").startswith("fake")]
+    records = [record for record in records if not record.fake]
     if not records:
         raise Misuse(f"{', '.join(names)} holds records of a fake only; name the directory of a run of vLLM")
     of_these = [record for record in records if not backends or record.backend in backends]

@@ -69,7 +69,7 @@ def test_an_output_that_is_honest_today_is_clean_and_another_is_still_new(run: P
     assert now[f"repeated_runs:{CASE.id}[layer]"].verdict == NEW
     said = capsys.readouterr().out
     assert f"{CASE.id}[layer]: MISMATCH new -> PASS clean" in said
-    assert said.endswith("2 still new\n")
+    assert said.endswith(f"{len(now)} records stand in {into} as of today: 2 still new\n")
 
 
 def test_what_was_cut_off_stays_so_and_is_new(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
